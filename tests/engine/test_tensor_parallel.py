@@ -31,9 +31,10 @@ from slipstream.engine.ranks import LeadingWorker
 from slipstream.nn.spec import read_spec
 from slipstream.worker import process_group
 from slipstream.worker.interface import Worker
-from slipstream.worker.memory_plan import INTERMEDIATE_COPIES, Hardware, MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.process_group import GroupCollectives, join
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
+from slipstream.worker.workspace import INTERMEDIATE_COPIES
 from speculation_config import speculation_config
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import make_eagle, make_medusa, make_mtp

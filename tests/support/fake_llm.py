@@ -2,7 +2,7 @@
 
 Each slot of the cache stores the hash of the prefix "computed" into it. Before a token is sampled, every slot of the
 request's block table is compared with its tokens, which detects blocks that were lost, shared wrongly or used twice.
-With num_ahead=1 each step is scheduled before the previous one is committed.
+With num_ahead=1 each step is scheduled before the previous one is committed, with more several are.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class FakeLLM:
     def step(self) -> list[StepOutput]:
         step = self.scheduler.schedule()
         self.steps.append(step)
-        self.flights.append((step, [self._run(row) for row in step.rows]))
+        if step.requests:
+            self.flights.append((step, [self._run(row) for row in step.rows]))
         outputs: list[StepOutput] = []
-        while len(self.flights) > (self.num_ahead if step.requests else 0):
+        num_kept = self.num_ahead if step.requests else max(0, len(self.flights) - 1)
+        while len(self.flights) > num_kept:
             outputs += self._land(*self.flights.pop(0))
         return outputs
 

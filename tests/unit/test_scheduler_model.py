@@ -41,6 +41,7 @@ class Setting:
     num_drafts: int
     num_right: int
     num_ahead: int
+    num_microbatches: int
     kinds: tuple[int, int, int] = (1, 0, 0)  # full groups, windowed groups, tokens that these keep
 
 
@@ -56,6 +57,7 @@ SETTINGS = st.builds(
     num_drafts=st.sampled_from([0, 0, 3]),
     num_right=st.integers(0, 3),
     num_ahead=st.integers(0, 1),
+    num_microbatches=st.sampled_from([1, 1, 2, 3, 4]),
     kinds=st.just((1, 0, 0)),
 )
 GROUPED_SETTINGS = st.builds(
@@ -100,8 +102,11 @@ class SchedulerWalk(RuleBasedStateMachine):
         cache = KVCacheManager(setting.num_blocks, setting.block_size, setting.is_caching, groups=groups)
         self.config = config
         self.scheduler = Scheduler(config, cache, MAX_MODEL_LEN)
-        num_ahead = 0 if setting.num_drafts else setting.num_ahead  # drafts wait for the tokens before them
-        self.llm = FakeLLM(self.scheduler, setting.num_drafts, setting.num_right, num_ahead)
+        num_drafts = setting.num_drafts if setting.num_microbatches == 1 else 0
+        num_ahead = 0 if num_drafts else setting.num_ahead  # drafts wait for the tokens before them
+        if setting.num_microbatches > 1:
+            self.scheduler.num_microbatches, num_ahead = setting.num_microbatches, setting.num_microbatches - 1
+        self.llm = FakeLLM(self.scheduler, num_drafts, setting.num_right, num_ahead)
         self.requests: list[Request] = []
         self.counters = [0.0] * len(METRICS)
 
@@ -165,7 +170,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert len({request.sequence_id for request in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
         assert all(count > 0 for count in num_tokens)
         assert bool(step.requests) or not had_work, "a step without rows although there is work"
-        assert len(self.llm.flights) == (self.llm.num_ahead if step.requests else 0)
+        assert len(self.llm.flights) <= self.llm.num_ahead
+        assert step.requests or not self.llm.flights or self.llm.num_ahead > 1
         assert not (step.preempted and self.config.policy == "guaranteed_no_evict")
 
     @precondition(lambda self: self.scheduler.has_work)

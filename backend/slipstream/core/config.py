@@ -104,11 +104,15 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """tensor_parallel_size: processes, each with a device and a part of every layer. rank_timeout_s: how long the
-    others may keep a step waiting. num_nodes: machines that have the same number of them each; the engine's listens at
-    rank_address for those of the others, which know the secret of rank_secret_file."""
+    """tensor_parallel_size: processes, each with a device and a part of every layer. pipeline_parallel_size: groups of
+    these, each with some of the layers; pipeline_layers: their numbers, with commas, "" = by memory.
+
+    rank_timeout_s: how long the others may keep a step waiting. num_nodes: machines that have the same number of them
+    each; the engine's listens at rank_address for those of the others, which know the secret of rank_secret_file."""
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pipeline_layers: str = ""
     expert_parallel: bool = False  # ranks have whole experts, instead of a part of each
     rank_timeout_s: float = 60.0
     num_nodes: int = 1
@@ -120,7 +124,11 @@ class ParallelConfig:
 
     @property
     def devices_per_node(self) -> int:
-        return self.tensor_parallel_size // self.num_nodes
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True)

@@ -286,11 +286,11 @@ def check(config: EngineConfig) -> None:
 
 
 def _check_nodes(parallel: ParallelConfig) -> None:
-    size, num_nodes = parallel.tensor_parallel_size, parallel.num_nodes
+    size, num_nodes = parallel.num_ranks, parallel.num_nodes
     if num_nodes == 1:
         return
     if size % num_nodes:
-        raise ConfigError("num_nodes", num_nodes, f"accepted: 1, or what divides tensor_parallel_size={size}")
+        raise ConfigError("num_nodes", num_nodes, f"accepted: 1, or what divides the {size} ranks of the model")
     if not parallel.rank_secret_file:
         raise ConfigError("rank_secret_file", "", "missing; accepted with several nodes: a file that all of them have")
 
@@ -304,6 +304,8 @@ def _check_lora(config: EngineConfig) -> None:
                 raise ConfigError(name, value, "accepted with enable_lora=true")
     elif size > 1:
         raise ConfigError("enable_lora", True, f"accepted with tensor_parallel_size=1, not {size}")
+    elif (num_stages := config.parallel.pipeline_parallel_size) > 1:
+        raise ConfigError("enable_lora", True, f"accepted with pipeline_parallel_size=1, not {num_stages}")
     elif model.deterministic:
         raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
     elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:

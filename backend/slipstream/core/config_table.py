@@ -54,6 +54,7 @@ _POWER_OF_TWO: dict[str, Any] = {
     "is_good": lambda v: 1 <= v <= 1024 and v & (v - 1) == 0,
 }
 _MOST_DRAFTS = 63  # core/drafts.py
+_MOST_LAYERS = 1000  # of a stage
 _METHODS = DRAFT_METHODS.names()
 
 
@@ -97,6 +98,10 @@ def _are_classes(value: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _are_counts(value: str) -> bool:
+    return all(count.isdecimal() and 1 <= int(count) <= _MOST_LAYERS for count in value.split(",")) if value else True
 
 
 PARAMETERS: tuple[Parameter, ...] = (
@@ -147,9 +152,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("overlap_scheduling", "scheduler.overlap_scheduling", "Schedule a step while the one before it runs; `auto`: on for GPUs.", accepted=OVERLAP_MODES),
     Parameter("replica_load_slack", "scheduler.replica_load_slack", "With several engines ([replicas](scaling.md#replicas)): how many more requests than the least loaded an engine may have and still be chosen for its prefix cache.", **between(0, 1_000_000)),
     Parameter("tensor_parallel_size", "parallel.tensor_parallel_size", "Processes that share every layer of the model, each with a device of its own: GPUs from `device` on ([scaling](scaling.md)). On a CPU they share its cores.", **between(1, 8)),
+    Parameter("pipeline_parallel_size", "parallel.pipeline_parallel_size", "Stages, each with some of the layers, of `tensor_parallel_size` processes each ([pipeline parallelism](scaling.md#pipeline-parallelism)).", **between(1, 8)),
+    Parameter("pipeline_layers", "parallel.pipeline_layers", "Numbers of layers of the stages, such as `10,12,10`; empty: so that the largest stage is as small as can be, where the first one has the embedding and the head too.", limits="numbers from 1 on with commas", is_good=_are_counts),
     Parameter("expert_parallel", "parallel.expert_parallel", "With several processes and a model of experts: each has some experts whole, instead of a part of every expert."),
     Parameter("rank_timeout_s", "parallel.rank_timeout_s", "With several processes: a step that takes longer, because one of them is stuck, ends all requests with UNAVAILABLE and the processes start again.", limits="a number from 0.1 to 3600", is_good=lambda value: 0.1 <= value <= 3600.0),
-    Parameter("num_nodes", "parallel.num_nodes", "Machines that share the model, each with `tensor_parallel_size` / `num_nodes` ranks; on each other one runs `slipstream worker` ([two nodes](scaling.md#two-nodes)).", **between(1, 8)),
+    Parameter("num_nodes", "parallel.num_nodes", "Machines that share the model, each with the same number of ranks; on each other one runs `slipstream worker` ([two nodes](scaling.md#two-nodes)).", **between(1, 8)),
     Parameter("rank_address", "parallel.rank_address", "With several nodes: address and port at which the engine waits for the ranks of the others.", limits="HOST:PORT", is_good=_is_address),
     Parameter("rank_secret_file", "parallel.rank_secret_file", "With several nodes, required: a file that all of them have, of at least 16 bytes. Who does not know it cannot join or read a step.", limits="a file"),
     Parameter("node_timeout_s", "parallel.node_timeout_s", "With several nodes: a rank of another one that is silent for so long is lost. It says something four times in this time.", limits="a number from 1 to 3600", is_good=lambda value: 1.0 <= value <= 3600.0),
@@ -262,7 +269,6 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "lora_extra_vocab_size": (("", "0"), "remove it: adapters do not extend the vocabulary"),
     "lora_dtype": (("", "auto"), "remove it: adapters have the type of activations"),
     "enable_prompt_adapter": (("false",), "remove it: requests bring `prompt_embedding_table`"),
-    "pipeline_parallel_size": (("1",), "remove it: stages of a model are not served; use `tensor_parallel_size`"),
     "data_parallel_size": (("1",), "remove it: start one server for each copy of the model"),
     "enable_expert_parallel": (("false",), "remove it: experts are split with `tensor_parallel_size`"),
     "distributed_executor_backend": (("", "mp", "uni"), _OTHER_ENGINE),

@@ -8,7 +8,7 @@ Source: the hybrid KV cache manager of vLLM v1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GROUP_SIZE_RATIO = 1.25  # kinds whose numbers of layers differ by less become one group each: the smaller one is padded
 
@@ -44,6 +44,10 @@ class KVGroups:
     def num_parts(self) -> int:
         """Layers of the largest group."""
         return 1 + max(self.parts)
+
+    def within(self, layers: range) -> KVGroups:
+        """The same groups of these layers only; a group may be left without any."""
+        return replace(self, of_layers=self.of_layers[layers.start : layers.stop])
 
     def first_kept_block(self, num_computed_tokens: int, block_size: int) -> int:
         """The first block of a windowed group that steps from num_computed_tokens on may read."""

@@ -141,6 +141,11 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether it cannot be admitted now: it is held, or was preempted while a step in flight samples for it."""
+        return self.is_held or self.num_output_placeholders > 0
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

@@ -19,7 +19,7 @@ from itertools import chain
 from operator import attrgetter
 
 from slipstream.core.adapters import AdapterSlots
-from slipstream.core.admission import check_fits, num_owed_blocks
+from slipstream.core.admission import check_fits, decode_share, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.finish import StopConditions
@@ -71,8 +71,8 @@ class Scheduler:
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
         self.prefill_budget = PrefillBudget.of(config, attention_parity)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
-        self.expiries = ExpiryQueue()
-        self.adapters = AdapterSlots(num_adapter_slots)
+        self.expiries, self.adapters = ExpiryQueue(), AdapterSlots(num_adapter_slots)
+        self.num_microbatches = 1  # above 1: steps in flight, none of which has a request with a token in another
 
     @property
     def num_running(self) -> int:
@@ -115,7 +115,8 @@ class Scheduler:
             self._num_added += 1
             request.sort_key = sort_key(request.priority, self._num_added, now, self.config.priority_aging_s)
             request.status = RequestStatus.WAITING
-            request.ahead_limit = 0 if request.params.needs_last_token else request.stop_conditions.max_len
+            is_last_needed = self.num_microbatches > 1 or request.params.needs_last_token
+            request.ahead_limit = 0 if is_last_needed else request.stop_conditions.max_len
             if self.config.default_max_queue_ms > 0:
                 request.queue_deadline = now + self.config.default_max_queue_ms / 1e3
             self.expiries.add(request)
@@ -138,9 +139,7 @@ class Scheduler:
         """
         if request.is_finished:
             return None
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-        request.error = error
+        request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
         self._leave(request)
         return StepOutput(request, [], reason, error=error)
 
@@ -163,7 +162,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
         if self._running:
-            budget = self._schedule_decodes(step, budget, prefills)
+            share = decode_share(budget, len(self._running), self.num_microbatches)
+            budget -= share - self._schedule_decodes(step, share, prefills)
         self.prefill_budget.begin_step(len(step.requests))
         can_admit = admits and bool(self._waiting) and not step.preempted
         self.adapters.begin_step()
@@ -242,7 +242,7 @@ class Scheduler:
             request = self._waiting[index]
             if request.sort_key >= before or len(self._running) >= self._max_running:
                 break
-            waits = request.is_held or (request.adapter is not None and self.adapters.must_wait(request.adapter))
+            waits = request.is_blocked or (request.adapter is not None and self.adapters.must_wait(request.adapter))
             prefix = [] if waits else self.cache.find_prefix(request)
             if waits or self.cache.is_prefix_underway(request, len(prefix)):
                 index, num_skipped = index + 1, num_skipped + (not request.is_held)

@@ -35,7 +35,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
-from slipstream.engine.executor import MakeWorker, local_worker, overlaps
+from slipstream.engine.executor import MakeWorker, local_worker, steps_in_flight
 from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Setup
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
@@ -114,7 +114,7 @@ class Engine:
             config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity,
             config.model.max_loras if config.model.enable_lora else 0,
         )  # fmt: skip
-        self._num_ahead = 1 if overlaps(config, hardware) else 0
+        self._num_ahead, self.scheduler.num_microbatches = steps_in_flight(config, hardware)
         self._in_flight: deque[InFlightStep] = deque()
         self._ahead: AheadStep | None = None
         self._num_steps = 0
@@ -216,7 +216,7 @@ class Engine:
             if step.requests:
                 self._in_flight.append((ahead and ahead.match(step)) or self._launch(step))
                 self._ahead = self._launch_ahead(self._in_flight[-1])
-            self._read_all(outputs, self._num_ahead if step.requests else 0)
+            self._read_all(outputs, self._num_ahead if step.requests else max(0, len(self._in_flight) - 1))
             if not step.requests and not outputs:  # all requests may wait for grammars
                 self._structured.poll(outputs, _HELD_WAIT_S)
             ended = [output.request for output in outputs if output.finish_reason is not None]

@@ -45,10 +45,15 @@ def local_worker(
     return ModelWorker(config, spec, hardware, plan, phases)
 
 
-def overlaps(config: EngineConfig, hardware: Hardware) -> bool:
-    """Whether steps are launched ahead. Not on a CPU, where a launch computes the step."""
-    wanted = config.scheduler.overlap_scheduling
-    return hardware.device.type == "cuda" if wanted == "auto" else wanted == "on"
+def steps_in_flight(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
+    """(Steps that are launched before the one before them is read, steps that share the running requests).
+
+    One is launched ahead on a GPU, none on a CPU, where a launch computes the step. With several stages there is one
+    step for each, with requests of its own."""
+    wanted, num_stages = config.scheduler.overlap_scheduling, hardware.parallel.num_stages
+    if num_stages > 1:
+        return (0, 1) if wanted == "off" else (num_stages - 1, num_stages)
+    return int(hardware.device.type == "cuda" if wanted == "auto" else wanted == "on"), 1
 
 
 class SerializedWorker:

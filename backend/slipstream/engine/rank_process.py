@@ -78,13 +78,13 @@ def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> in
         raise
     except Exception as error:
         if not isinstance(error, SlipstreamError):
-            logger.exception("rank %d cannot load", setup.hardware.parallel.rank)
+            logger.exception("rank %d cannot load", setup.hardware.parallel.number)
         connection.send(("failed", str(error)))
         return 1
     try:
         serve(connection, worker)
     except Exception:
-        logger.exception("rank %d failed", setup.hardware.parallel.rank)
+        logger.exception("rank %d failed", setup.hardware.parallel.number)
         return 1
     return 0
 

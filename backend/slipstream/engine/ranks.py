@@ -50,6 +50,7 @@ _WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
 _START_TIMEOUT_S = 120.0  # until a process has imported what it needs
 _END_TIMEOUT_S = 5.0
 _FIND_S = 1.0  # after a failure, to find out whether a lost rank is behind it
+FIRST_STAGE_CALLS = ("sample", "result", "draft")  # other stages have no part in what follows the forward pass
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_process import main; main()"
 
 
@@ -57,7 +58,7 @@ class Rank:
     """The process of one other rank, and the connection to it. The process ends with the thread that makes this."""
 
     def __init__(self, setup: RankSetup) -> None:
-        self.number = setup.hardware.parallel.rank
+        self.number = setup.hardware.parallel.number
         ours, theirs = socket.socketpair()
         path = [place for place in sys.path if place]  # without the current directory, for safety
         arguments = [str(theirs.fileno()), str(os.getpid())]
@@ -140,7 +141,7 @@ class Ranks:
         self.lost: RankLostError | None = None
         self.on_loss: Callable[[RankLostError], None] = lambda error: None
         self.free_bytes = free_device_memory(hardware)
-        if hardware.parallel.size > 1:
+        if hardware.parallel.num_ranks > 1:
             try:
                 self._start(config, spec)
             except BaseException:
@@ -152,7 +153,7 @@ class Ranks:
         if not self._others:
             return make(self._hardware)
         try:
-            self._send(plan)
+            self._send(plan, self._others)
             worker = make(self._hardware)
             for rank in self._others:
                 rank.receive("ready")
@@ -165,7 +166,8 @@ class Ranks:
     def begin(self, *call: object, is_step: bool = True) -> None:
         """Have the other ranks make a call; this one makes it until `end`. is_step: rank_timeout_s holds for it."""
         self._busy_since = time.monotonic() if is_step else 0.0
-        self._send(call)
+        own_stage = self._others[: self._hardware.parallel.size - 1]
+        self._send(call, own_stage if call[0] in FIRST_STAGE_CALLS else self._others)
 
     def end(self) -> None:
         """Raises RankLostError if another rank was lost meanwhile: what the call computed is worth nothing."""
@@ -199,9 +201,9 @@ class Ranks:
 
     # ---- parts
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: object, ranks: Sequence[Rank | RemoteRank]) -> None:
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for rank in self._others:
+        for rank in ranks:
             rank.send(pickled)
 
     def _start(self, config: EngineConfig, spec: DecoderSpec) -> None:
@@ -239,7 +241,7 @@ class Ranks:
 
     def _other_nodes(self, config: EngineConfig) -> list[Joined]:
         parallel = self._hardware.parallel
-        listener = Listener(config.parallel, range(parallel.num_local, parallel.size))
+        listener = Listener(config.parallel, range(parallel.num_local, parallel.num_ranks))
         try:
             return listener.wait(self.check)
         finally:
@@ -329,7 +331,7 @@ class LeadingWorker:
 def _setup_of(first: RankSetup, number: int) -> RankSetup:
     """Of another rank. On its node it has the device of its place there."""
     own = first.hardware
-    hardware = replace(own, parallel=replace(own.parallel, rank=number))
+    hardware = replace(own, parallel=own.parallel.of_number(number))
     if own.device.type == "cuda":
         index = (own.device.index or 0) + number % own.parallel.num_local
         hardware = replace(hardware, device=torch.device("cuda", index))

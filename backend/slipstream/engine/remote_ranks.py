@@ -220,7 +220,7 @@ class Listener:
 
     def _refusal(self, said: dict[str, Any]) -> str:
         """Why the rank cannot join, or ""."""
-        number, size, wanted = said.get("rank"), said.get("world_size"), self._config.tensor_parallel_size
+        number, size, wanted = said.get("rank"), said.get("world_size"), self._config.num_ranks
         if size != wanted:
             each = wanted // self._config.num_nodes
             return f"the model has {wanted} ranks, not {size}: --ranks {each} on each of {self._config.num_nodes} nodes"

@@ -133,7 +133,7 @@ class Residency:
         else:
             logger.error("%s failed after %.2f s: %s", order.control.command, took, failure)
         self._finish(order, failure)
-        if failure is not None and self._config.parallel.tensor_parallel_size > 1:
+        if failure is not None and self._config.parallel.num_ranks > 1:
             raise EngineError(f"{order.control.command} failed on one of the processes: {failure}")
 
     def _run(self, control: Control) -> None:

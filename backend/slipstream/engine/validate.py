@@ -155,11 +155,14 @@ def _plan(config: EngineConfig) -> str:
 def _ranks(hardware: Hardware, config: EngineConfig) -> str:
     """Where the ranks of a model that several share are, "" for one alone."""
     parallel, settings, device = hardware.parallel, config.parallel, hardware.device
-    if parallel.size == 1:
+    if parallel.num_ranks == 1:
         return ""
     first, each = device.index or 0, parallel.num_local
     where = f"{device}" if device.type == "cpu" else f"cuda:{first} to cuda:{first + each - 1}"
-    lines = [f"  {parallel.size} ranks, of which each holds the plan above", f"  this machine: {each} on {where}"]
+    held = f"{parallel.num_ranks} ranks, of which each holds the plan above"
+    if parallel.num_stages > 1:
+        held = f"{parallel.num_stages} stages of {parallel.size}; the plan above is of a rank with the least room"
+    lines = [f"  {held}", f"  this machine: {each} on {where}"]
     if settings.num_nodes > 1:
         from slipstream.engine.rank_link import read_secret
 

@@ -7,6 +7,7 @@ scheduling or files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
@@ -124,7 +125,11 @@ def _added(
 
 
 class Decoder:
-    """num_positions: rows of the rotary tables, that is the longest sequence (tokens) that may be served."""
+    """num_positions: rows of the rotary tables, that is the longest sequence (tokens) that may be served.
+
+    layers: of the whole model. own_layers: of this rank's stage; those of others have names and shapes, no memory, and
+    so have the embedding, the final norm and the head, which are the first stage's.
+    """
 
     def __init__(self, spec: DecoderSpec, context: LayerContext, backend: AttentionBackend, num_positions: int) -> None:
         self.spec = spec
@@ -133,16 +138,21 @@ class Decoder:
         self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
         self.kv_groups: tuple[int, ...] = ()  # of each layer, for batches that have several
         ropes = RopeTables(num_positions, context.device)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, spec.embedding_scale)
-        self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, context) for layer in spec.layers]
-        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
-        is_shared = context.parallel.size > 1  # ranks meet between the products of a layer
+        self._own = context.parallel.own_layers(spec.num_layers)
+        elsewhere = replace(context, device=torch.device("meta"), stands_for=context.computes_on)
+        ends = elsewhere if context.parallel.stage else context
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, ends, spec.embedding_scale)
+        contexts = [context if index in self._own else elsewhere for index in range(spec.num_layers)]
+        self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, of) for layer, of in zip(spec.layers, contexts)]
+        self.own_layers = self.layers[self._own.start : self._own.stop]
+        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ends)
+        is_shared = context.parallel.num_ranks > 1  # ranks meet between the products of a layer
         is_stacked = backend.stacks_layers and not is_shared and context.lora is None
         self._stacked = StackedLayers(spec, self.layers) if is_stacked else None
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
         scale = LogitScale(spec.logit_scale, spec.logit_soft_cap)
         tied = TiedHead(context.head_method, scale) if shares_table else None
-        self.lm_head: TiedHead | Head = tied or Head(spec.lm_head, context.of_head, scale)
+        self.lm_head: TiedHead | Head = tied or Head(spec.lm_head, ends.of_head, scale)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
@@ -177,10 +187,28 @@ class Decoder:
         hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
         return self.final_norm.add(hidden, residual, PLAIN)[0] if len(hidden) else hidden
 
+    def forward_stage(
+        self, hidden: Tensor, batch: ForwardBatch, kv_caches: Sequence[LayerCache], is_last_only: bool
+    ) -> Tensor:
+        """The residual stream behind this stage's layers, from that before them: [T, hidden_size].
+
+        kv_caches: of own_layers. is_last_only: rows of batch.logits_indices only, for the last stage, as forward_last.
+        """
+        residual: Tensor | None = None
+        steps = self._plan(batch)
+        num_whole = len(self.own_layers) - is_last_only
+        for layer, step, cache in zip(self.own_layers[:num_whole], steps, kv_caches):
+            hidden, residual = layer(hidden, residual, step, cache)
+        if is_last_only:
+            last, wanted = self.own_layers[-1], batch.logits_indices
+            hidden, residual = last.last(hidden, residual, steps[-1], kv_caches[-1], wanted)
+        assert residual is not None
+        return hidden + residual
+
     def _plan(self, batch: ForwardBatch) -> list[StepAttention]:
-        """The step's attention of each layer: one plan a KV group."""
+        """The step's attention of each own layer: one plan a KV group."""
         if not batch.other_groups:
-            return [self.backend.plan(batch)] * len(self.layers)
+            return [self.backend.plan(batch)] * len(self.own_layers)
         planned = [self.backend.plan(batch.of_group(group)) for group in range(1 + len(batch.other_groups))]
         return [planned[group] for group in self.kv_groups]
 
@@ -193,11 +221,13 @@ class Decoder:
         return self.lm_head(self.final(hidden)).float()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All weights; of a tied head none but the embedding's."""
-        yield from (self.embedding.weight, self.final_norm.weight)
-        for layer in self.layers:
+        """All weights of this rank's stage; of a tied head none but the embedding's."""
+        is_first = self.context.parallel.stage == 0
+        if is_first:
+            yield from (self.embedding.weight, self.final_norm.weight)
+        for layer in self.own_layers:
             yield from layer.tensors()
-        if isinstance(self.lm_head, Linear):
+        if is_first and isinstance(self.lm_head, Linear):
             yield from self.lm_head.weights.values()
 
     def forget_caches(self) -> None:
@@ -207,15 +237,26 @@ class Decoder:
 
     def weight_slots(self, names: Names) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: as LLAMA_NAMES."""
+        slots = self._end_slots(names)
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(names, index)
+        return slots
+
+    def own_slots(self, names: Names) -> dict[str, WeightSlot]:
+        """Those of weight_slots that this rank's stage has, in the same order."""
+        slots = {} if self.context.parallel.stage else self._end_slots(names)
+        for index in self._own:
+            slots |= self.layers[index].weight_slots(names, index)
+        return slots
+
+    def _end_slots(self, names: Names) -> dict[str, WeightSlot]:
+        """Of what stands before and behind the layers."""
         shape = self.embedding.num_rows, self.spec.hidden_size
         table_slot = WeightSlot(shape, self._load_embedding, std=shape[1] ** -0.5, rows_axis=0)
         parts = [("embedding", "weight", table_slot), ("final_norm", "weight", self.final_norm.slot())]
         if isinstance(self.lm_head, Linear) and not self.spec.tie_word_embeddings:
             parts += self.lm_head.slots()
-        slots = stored_slots(parts, names, 0)
-        for index, layer in enumerate(self.layers):
-            slots |= layer.weight_slots(names, index)
-        return slots
+        return stored_slots(parts, names, 0)
 
     def _load_embedding(self, tensor: Tensor) -> None:
         self.embedding.load(tensor)

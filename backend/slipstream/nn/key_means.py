@@ -32,7 +32,7 @@ def check_fp8_prefill(
     """Raise ConfigError if the model's prompts cannot attend in FP8, before anything is read."""
     if config.prefill_attention_dtype != FP8:
         return
-    refusal = "tensor parallelism" if num_ranks > 1 else _refusal(config, spec, device, kv_dtype)
+    refusal = "several processes" if num_ranks > 1 else _refusal(config, spec, device, kv_dtype)
     if refusal is not None:
         raise ConfigError(FIELD, FP8, f"{refusal}; accepted: auto or 16bit")
 

@@ -1,4 +1,4 @@
-"""Parallel: rank and number of ranks of a sharded model, and what ranks say to each other.
+"""Parallel: rank and number of ranks of a sharded model, its stages, and what ranks say to each other.
 
 Passed to everything that is sharded, never looked up. A layer's collective calls all go through the methods here; all
 ranks make the same ones in the same order. Without `collectives` a rank holds weights and cannot compute.
@@ -6,7 +6,7 @@ ranks make the same ones in the same order. Without `collectives` a rank holds w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch.nn.functional as F
@@ -37,21 +37,63 @@ class Collectives(Protocol):
         ...
 
 
+class Pipe(Protocol):
+    """The way of rows from a stage to the next one, and from the last to the first, between ranks of one place in their
+    stages. What one sends, the other receives in the same order."""
+
+    def send(self, rows: Tensor) -> None:
+        """Does not wait for the receiver, unless that is several steps behind. rows: contiguous, not changed after."""
+        ...
+
+    def receive(self, rows: Tensor) -> Tensor:
+        """Fills and returns `rows`, whose shape and dtype are the sender's."""
+        ...
+
+
 @dataclass(frozen=True)
 class Parallel:
-    """splits_experts: a rank has some experts whole, instead of a part of every expert. num_nodes: machines that have
-    the same number of ranks each, the first ranks on the first."""
+    """rank, size: of those that share every layer of a stage. layers: numbers of layers of the stages, empty for one
+    stage of all. splits_experts: a rank has some experts whole, instead of a part of every expert. num_nodes: machines
+    that have the same number of ranks each, the first ranks on the first."""
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = field(default=None, compare=False)
     splits_experts: bool = False
     num_nodes: int = 1
+    stage: int = 0
+    layers: tuple[int, ...] = ()
+    pipe: Pipe | None = field(default=None, compare=False)
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.layers))
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.size * self.num_stages
+
+    @property
+    def number(self) -> int:
+        """Among the ranks of all stages: those of a stage follow each other."""
+        return self.stage * self.size + self.rank
 
     @property
     def num_local(self) -> int:
         """Ranks of a machine."""
-        return self.size // self.num_nodes
+        return self.num_ranks // self.num_nodes
+
+    def of_number(self, number: int) -> Parallel:
+        """Another rank's."""
+        return replace(self, stage=number // self.size, rank=number % self.size)
+
+    def own_layers(self, num_layers: int) -> range:
+        """Those of this rank's stage."""
+        if not self.layers:
+            return range(num_layers)
+        first = sum(self.layers[: self.stage])
+        return range(first, first + self.layers[self.stage])
 
     @property
     def _others(self) -> Collectives:
@@ -78,7 +120,7 @@ class Parallel:
 
     def decide(self, value: T) -> T:
         """The first rank's value: for all that ranks would else measure or choose by themselves."""
-        return value if self.size == 1 else self._others.decide(value)
+        return value if self.num_ranks == 1 else self._others.decide(value)
 
     def range_of(self, name: str, total: int, unit: int) -> slice:
         """This rank's range of `total` features, in multiples of `unit`; with fewer units than ranks, ranks share one.

@@ -105,6 +105,11 @@ class DecoderSpec:
         """The model with a rank's heads: what caches and attention are sized by. Weights are those of the whole."""
         return self if parallel.size == 1 else self.map_attention(lambda attention: attention.of_rank(parallel))
 
+    def of_stage(self, parallel: Parallel) -> DecoderSpec:
+        """The model with the layers of a rank's stage only."""
+        own = parallel.own_layers(self.num_layers)
+        return replace(self, layers=self.layers[own.start : own.stop]) if parallel.layers else self
+
     def map_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
         """A copy with every layer replaced by change(index, layer)."""
         return replace(self, layers=tuple(change(index, layer) for index, layer in enumerate(self.layers)))

@@ -38,7 +38,12 @@ class TensorHeader:
 
 def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
     """Load the decoder from the folder's safetensors. Raises as `check_checkpoint`, before any tensor is read."""
-    _stream(*check_checkpoint(decoder, checkpoint_dir))
+    slots, headers = check_checkpoint(decoder, checkpoint_dir)
+    if decoder.context.parallel.num_stages > 1:
+        names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
+        elsewhere = decoder.weight_slots(names).keys() - decoder.own_slots(names).keys()
+        slots = {name: slot for name, slot in slots.items() if name not in elsewhere}
+    _stream(slots, headers)
 
 
 def check_checkpoint(
@@ -89,7 +94,7 @@ def draw_dummies(decoder: Decoder, seed: int) -> None:
     """
     device, dtype = decoder.context.device, decoder.context.dtype
     generator = torch.Generator(device).manual_seed(seed)
-    for slot in decoder.weight_slots(FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)).values():
+    for slot in decoder.own_slots(FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)).values():
         tensor = torch.empty(slot.shape, device=device, dtype=dtype)
         slot.load(tensor.normal_(slot.mean, slot.std, generator=generator))
 

@@ -5,36 +5,28 @@ Runs once at load on the engine thread. `free_device_memory` is the only functio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from slipstream.core.config import CacheConfig, EngineConfig
-from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
-from slipstream.nn.attention.latent import PREFIX_TOKENS
 from slipstream.nn.kv_layout import KVLayout
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
-from slipstream.nn.parallel import SINGLE, Parallel
-from slipstream.nn.quant import choose_methods
+from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.draft_memory import draft_memory
-from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, MAX_TOKENS
 from slipstream.worker.kv_groups import plan_groups
-from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
+from slipstream.worker.stages import FIELD as STAGES_FIELD
+from slipstream.worker.stages import stage_layers
+from slipstream.worker.workspace import workspace_bytes
 
 MIB = 1 << 20
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 CPU_SHARE_OF_FREE = 0.5  # a development machine has other things to do with its memory
-# fp32 copies of the logits that sampling holds at once (logits, probabilities, sorted values and indices, mask)
-LOGITS_COPIES = 6
-# activations of one token that live at once: residual, normed, qkv, attention output; gate, up and their product
-HIDDEN_COPIES = 8
-INTERMEDIATE_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -55,26 +47,31 @@ def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
     kv_dtype = resolve_kv_dtype(config.cache.dtype, spec, device, dtype, config.cache.block_size)
-    hardware = Hardware(device, dtype, kv_dtype, _first_rank(config, device))
+    parallel = _first_rank(config, device)
+    parallel = replace(parallel, layers=stage_layers(config, spec, dtype, parallel))
+    hardware = Hardware(device, dtype, kv_dtype, parallel)
     if config.model.deterministic:
         _check_deterministic(config, spec, hardware)
     return hardware
 
 
 def _first_rank(config: EngineConfig, device: torch.device) -> Parallel:
-    """Raises ConfigError if there are not so many devices from this one on."""
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
-        if config.parallel.expert_parallel:
-            raise ConfigError("expert_parallel", True, "accepted with tensor_parallel_size above 1")
+    """Without its stage's layers. Raises ConfigError if there are not so many devices from this one on."""
+    settings = config.parallel
+    size, num_ranks = settings.tensor_parallel_size, settings.num_ranks
+    if size == 1 and settings.expert_parallel:
+        raise ConfigError("expert_parallel", True, "accepted with tensor_parallel_size above 1")
+    if num_ranks == 1:
         return SINGLE
+    field, value = FIELD, size
+    if size == 1:
+        field, value = STAGES_FIELD, settings.pipeline_parallel_size
     if config.model.load_format == "null":
-        raise ConfigError("tensor_parallel_size", size, "load_format=null computes nothing; accepted: 1")
-    parallel = Parallel(0, size, splits_experts=config.parallel.expert_parallel, num_nodes=config.parallel.num_nodes)
-    if device.type == "cuda" and (device.index or 0) + parallel.num_local > torch.cuda.device_count():
-        found = torch.cuda.device_count() - (device.index or 0)
-        raise ConfigError("tensor_parallel_size", size, f"there are {found} usable GPUs from {device} on")
-    return parallel
+        raise ConfigError(field, value, "load_format=null computes nothing; accepted: 1")
+    found, num_local = torch.cuda.device_count() - (device.index or 0), num_ranks // settings.num_nodes
+    if device.type == "cuda" and num_local > found:
+        raise ConfigError(field, value, f"needs {num_local} GPUs; there are {found} usable ones from {device} on")
+    return Parallel(0, size, splits_experts=settings.expert_parallel, num_nodes=settings.num_nodes)
 
 
 def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
@@ -91,8 +88,19 @@ def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hard
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """Of a rank of one stage. layers: their numbers in the model."""
+
+    layers: range
+    weight_bytes: int
+    bytes_per_block: int
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use, and what they allow. num_blocks: of the KV pool; num_host_blocks: of what lies behind it."""
+    """Bytes by use, and what they allow. num_blocks: of the KV pool; num_host_blocks: of what lies behind it.
+
+    stages: of a model in several, of which the plan is that of a rank where the fewest blocks fit."""
 
     free_bytes: int
     weight_bytes: int
@@ -105,6 +113,7 @@ class MemoryPlan:
     draft_block_bytes: int = 0  # of the drafter's cache, per block of the pool
     groups: KVGroups = ONE_GROUP
     full_hold_reason: str = ""  # why windowed layers hold every token, if there are some that do
+    stages: tuple[StageMemory, ...] = ()
 
     @property
     def bytes_per_block(self) -> int:
@@ -143,6 +152,10 @@ class MemoryPlan:
         if self.num_host_blocks:
             host_bytes = self.num_host_blocks * self.block_bytes
             rows.append(("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"))
+        for index, stage in enumerate(self.stages):
+            layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}"
+            note = f"weights, and {_size(self.num_blocks * stage.bytes_per_block)} of KV pool"
+            rows.append((f"stage {index}: {layers}", stage.weight_bytes, note))
         lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
         return "\n".join(["memory plan", *lines, f"  {held}"])
@@ -183,17 +196,33 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     """Size the KV pool for a checkpoint. free_bytes: of several ranks, where least is free.
 
     Raises ConfigError, with the arithmetic, if one sequence would not fit."""
+    parallel = hardware.parallel
+    of_stages = [replace(parallel, stage=stage) for stage in range(parallel.num_stages)]
+    plans = [_plan_stage(spec, config, replace(hardware, parallel=one), free_bytes) for one in of_stages]
+    plan = min(plans, key=lambda one: one.num_blocks)
+    if config.model.load_format != "null":
+        num_bytes = parallel.size * sum(one.block_bytes for one in plans)
+        plan = replace(plan, num_host_blocks=_num_host_blocks(config.cache, num_bytes))
+    if len(plans) == 1:
+        return plan
+    layers = [one.own_layers(spec.num_layers) for one in of_stages]
+    memory = [StageMemory(own, one.weight_bytes, one.bytes_per_block) for own, one in zip(layers, plans)]
+    return replace(plan, stages=tuple(memory))
+
+
+def _plan_stage(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, free_bytes: int) -> MemoryPlan:
+    """The plan of one stage, without what lies behind its pool."""
     is_null = config.model.load_format == "null"
     max_model_len = resolve_max_model_len(config, spec)
     own = spec.of_rank(hardware.parallel)
     groups, full_hold_reason = plan_groups(own, config, hardware.device, hardware.kv_dtype, max_model_len)
-    block_bytes = cache_bytes_per_token(own, hardware.kv_dtype, groups) * config.cache.block_size
+    block_bytes = _block_bytes(own, config, hardware, groups)
     held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype, hardware.parallel)
     drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
-    workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware)
-    budget = _pool_budget(config.cache, free_bytes - held_bytes - workspace_bytes, hardware.device)
+    beside_bytes = 0 if is_null else workspace_bytes(spec, config, hardware)
+    budget = _pool_budget(config.cache, free_bytes - held_bytes - beside_bytes, hardware.device)
     blocks_per_sequence = groups.max_blocks(max_model_len, config.cache.block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
@@ -202,12 +231,11 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     plan = MemoryPlan(
         free_bytes=free_bytes,
         weight_bytes=held_bytes,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=beside_bytes,
         block_bytes=0 if is_null else block_bytes,
         block_size=config.cache.block_size,
         num_blocks=max(0, num_blocks),
         max_model_len=max_model_len,
-        num_host_blocks=0 if is_null else _num_host_blocks(config.cache, block_bytes * hardware.parallel.size),
         draft_block_bytes=draft_block_bytes,
         groups=groups,
         full_hold_reason=full_hold_reason,
@@ -216,6 +244,13 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         _check_memory_bytes(plan, config.cache)
     _check(plan, config.cache, budget, blocks_per_sequence)
     return plan
+
+
+def _block_bytes(own: DecoderSpec, config: EngineConfig, hardware: Hardware, groups: KVGroups) -> int:
+    """own: with all layers. groups: of all layers."""
+    layers = hardware.parallel.own_layers(own.num_layers)
+    of_stage, groups = own.of_stage(hardware.parallel), groups.within(layers)
+    return cache_bytes_per_token(of_stage, hardware.kv_dtype, groups) * config.cache.block_size
 
 
 def cache_bytes_per_token(spec: DecoderSpec, kv_dtype: torch.dtype, groups: KVGroups = ONE_GROUP) -> int:
@@ -311,53 +346,6 @@ def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device)
     if device.type == "cuda":
         return int(remaining_bytes * cache.memory_fraction)
     return min(DEFAULT_CPU_POOL_BYTES, int(remaining_bytes * CPU_SHARE_OF_FREE))
-
-
-def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, weights written out."""
-    num_tokens = config.scheduler.max_num_batched_tokens
-    if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
-        num_tokens += min(num_tokens, MAX_TOKENS)
-    num_seqs = config.scheduler.max_num_seqs
-    num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
-    logits = LOGITS_COPIES * max(num_seqs, num_verified, MAX_PROMPT_ROWS) * spec.vocab_size * 4
-    width = max(_activation_width(layer.mlp, hardware.parallel) for layer in spec.layers)
-    attentions = spec.of_rank(hardware.parallel).attentions
-    features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
-    return logits + features * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
-
-
-def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
-    """Of latent attention: what lives at once of a step's tokens, absorbed or with keys and values of each head, and of
-    a piece of the tokens before them."""
-    latent = attention.latent
-    if latent is None:
-        return 0
-    row, made = latent.rank + latent.rope_dim, latent.nope_dim + latent.value_dim
-    absorbed = row + latent.rank
-    unabsorbed = made + 2 * latent.value_dim
-    of_heads = attention.num_q_heads * (attention.head_dim + max(absorbed, unabsorbed))
-    return num_tokens * (of_heads + row) + PREFIX_TOKENS * (attention.num_q_heads * made + row)
-
-
-def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:
-    """Features of one token that live at once in a layer of a rank."""
-    rows = 1 if isinstance(mlp, DenseSpec) else mlp.routing.num_experts_per_token  # of a token in the MLP
-    width = mlp.down.of_rank(parallel).in_features * rows  # whole where ranks split experts: all rows may be one rank's
-    if isinstance(mlp, ExpertsSpec) and mlp.shared is not None:
-        width += mlp.shared.down.of_rank(parallel).in_features
-    return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * width
-
-
-def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """The largest layer of those that products of many rows on a GPU write out first."""
-    if hardware.device.type != "cuda":
-        return 0
-    methods = choose_methods(config.model, spec)
-    held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in set(spec.layer_linears)]
-    held.append((spec.lm_head, methods.head))
-    own = [(linear.of_rank(hardware.parallel), method) for linear, method in held]
-    return max(method.written_out_bytes(linear, hardware.dtype) for linear, method in own)
 
 
 def _size(num_bytes: int) -> str:

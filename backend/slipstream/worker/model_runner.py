@@ -46,6 +46,7 @@ from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
@@ -61,7 +62,7 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
     """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
     device = hardware.device
     if device.type == "cpu":
-        _set_threads(config.model.num_threads, hardware.parallel.size)
+        _set_threads(config.model.num_threads, hardware.parallel.num_ranks)
     else:
         _prefer_cublaslt()
     enter_device(device)
@@ -87,20 +88,23 @@ class ModelRunner:
         self._model = model
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
-        scales = [layer.attention.kv_scales for layer in model.layers]
-        pool = allocate_pool(spec.of_rank(hardware.parallel), hardware, plan, scales, plan.groups)
-        model.kv_groups = plan.groups.of_layers
+        self._parallel = parallel = hardware.parallel
+        scales = [layer.attention.kv_scales for layer in model.own_layers]
+        groups = plan.groups.within(parallel.own_layers(spec.num_layers))
+        pool = allocate_pool(spec.of_stage(parallel).of_rank(parallel), hardware, plan, scales, groups)
+        model.kv_groups = groups.of_layers
         self._kv_caches = pool.layers
+        self._stage = PipelineStage(model, pool.layers, parallel) if parallel.num_stages > 1 else None
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
-        self._parallel = hardware.parallel
         processors = _processors(config, spec, hardware)
-        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, hardware.parallel, processors)
+        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
         finish_phase(phases, "KV pool", device)
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
+        refusal = refusal if self._stage is None else "the model has several stages"
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
         limits, num_groups = (tables.max_blocks, plan.max_model_len), plan.groups.num_groups
@@ -115,7 +119,7 @@ class ModelRunner:
             if not drafts.num_drafts:
                 self._adapters.graphs = StepGraphs(shapes, *limits, self._adapters.run, device, num_groups)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
-        of_groups = compactions(pool, plan.groups, device)
+        of_groups = compactions(pool, groups, device)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases)
         self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}  # where it was measured
@@ -140,6 +144,11 @@ class ModelRunner:
         seconds = self._parallel.decide(seconds)
         self._graphs.drop(slower := slower_than_larger(seconds))
         return {shape: took for shape, took in seconds.items() if shape not in slower}
+
+    @property
+    def finishes_later(self) -> bool:
+        """Whether `forward` of the first stage only launches a step, which `finish` waits for."""
+        return self._stage is not None
 
     @property
     def model(self) -> Decoder:
@@ -185,10 +194,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, tensors: StepTensors) -> torch.Tensor:
-        """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]."""
+        """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]; of a
+        model in stages none."""
         if tensors.has_adapters:
             assert self._adapters is not None
             return self._adapters.forward(tensors)
+        if self._stage is not None:
+            self._stage.launch(tensors.batch, tensors.is_last_only)
+            return self._stage.no_rows()
         if tensors.graph is not None:
             return self._graphs.replay(tensors.graph)
         if tensors.prompt_graph is not None:
@@ -196,6 +209,12 @@ class ModelRunner:
         if tensors.is_last_only:
             return self._run_last(tensors.batch)
         return self._run_model(tensors.batch)
+
+    @torch.inference_mode()
+    def finish(self, running: RunningStep) -> RunningStep:
+        """With the hidden states, on the first of several stages; steps finish in the order of their launch."""
+        assert self._stage is not None
+        return replace(running, hidden=self._stage.finish(running.tensors.batch, running.tensors.is_last_only))
 
     @torch.inference_mode()
     def sample(
@@ -289,10 +308,13 @@ class ModelRunner:
         is_gpu = self._device.type == "cuda"
         for num_tokens in (self._max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32) if is_gpu else (1,):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
-            logits = self._model.logits(self._run_model(batch)[:1])
+            hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
+            if hidden is None:
+                continue
+            logits = self._model.logits(hidden[:1])
             if checks_weights and not logits.isfinite().all():
                 raise refuse_without_numbers(config.model, self._model.context.dtype)
-        if is_gpu:
+        if is_gpu and not self._parallel.stage:
             logits.argmax(dim=-1)
             _draw_once(logits)
             self._graphs.warm_up()
@@ -303,7 +325,7 @@ class ModelRunner:
 
 def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:
     """Those of the first rank, whose tokens all ranks have."""
-    if hardware.parallel.rank:
+    if hardware.parallel.number:
         return {}
     tokenizer = config.model.tokenizer or config.model.model
     return make_processors(config.model, ProcessorContext(spec.vocab_size, hardware.device, tokenizer))

@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.core.errors import EngineError
 from slipstream.worker.memory_plan import Hardware
 from slipstream.worker.near_cores import bind_near
+from slipstream.worker.pipe import stage_groups
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 
 T = TypeVar("T")
@@ -38,11 +39,15 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 class GroupCollectives:
     """See nn.parallel.Collectives. is_ordered: sums are made in the order of ranks, whatever the size of a tensor;
-    a library may cut it and sum the pieces in other orders. symmetric: for small tensors on GPUs.
+    a library may cut it and sum the pieces in other orders. symmetric: for small tensors on GPUs. group, first: of the
+    ranks of a stage, and the number of its first one; None: all ranks.
     """
 
-    def __init__(self, size: int, is_ordered: bool, symmetric: SymmetricSum | None = None) -> None:
+    def __init__(
+        self, size: int, is_ordered: bool, symmetric: SymmetricSum | None = None, group: Any = None, first: int = 0
+    ) -> None:
         self._size, self._is_ordered, self._symmetric = size, is_ordered, symmetric
+        self._group, self._first = group, first
 
     def sum(self, partial: Tensor) -> Tensor:
         if self._is_ordered and self._size > 2:  # of two, the order does not matter
@@ -52,16 +57,16 @@ class GroupCollectives:
             return first
         if self._symmetric is not None and self._symmetric.takes(partial):
             return self._symmetric(partial)
-        dist.all_reduce(partial)
+        dist.all_reduce(partial, group=self._group)
         return partial
 
     def gather(self, own: Tensor) -> Tensor:
         found = own.new_empty(self._size, *own.shape)
-        _all_gather(found.flatten(0, 1), own.contiguous())
+        _all_gather(found.flatten(0, 1), own.contiguous(), group=self._group)
         return found
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, 0)
+        dist.broadcast(tensor, self._first, group=self._group)
         return tensor
 
     def decide(self, value: T) -> T:
@@ -111,7 +116,7 @@ class WatchedStore(dist.Store):
 
 def file_store(path: str, hardware: Hardware, check: Callable[[], None] | None = None) -> dist.Store:
     """Where ranks of a host meet. path: a file that does not exist yet, the same for all. check: see WatchedStore."""
-    file = dist.FileStore(path, hardware.parallel.size)
+    file = dist.FileStore(path, hardware.parallel.num_ranks)
     return file if check is None or hardware.device.type == "cuda" else WatchedStore(file, check)  # untested with NCCL
 
 
@@ -120,7 +125,7 @@ def join(store: dist.Store, own: Hardware, is_ordered: bool, interface: str = LO
 
     interface: of the network that they share. Raises EngineError if this process is a rank already.
     """
-    device, rank, size = own.device, own.parallel.rank, own.parallel.size
+    device, parallel = own.device, own.parallel
     if dist.is_initialized():
         raise EngineError("this process has a model of several ranks already: close it first")
     _bind_to(interface)
@@ -130,23 +135,29 @@ def join(store: dist.Store, own: Hardware, is_ordered: bool, interface: str = LO
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = _CONNECT_TIMEOUT if isinstance(store, WatchedStore) else _MEETING_TIMEOUT
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(
+            backend, store=store, rank=parallel.number, world_size=parallel.num_ranks, timeout=limit
+        )
     except BaseException:
         dist.distributed_c10d._world.group_count = 0  # it names keys of the store: the next group's would be others
         raise
-    dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)
-    symmetric = None
+    group = symmetric = None
+    if parallel.num_stages > 1:
+        group, pipe = stage_groups(parallel, limit)
+        parallel = replace(parallel, pipe=pipe)
+    limit_calls(_COLLECTIVE_TIMEOUT.total_seconds())
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL takes its memory now, before the plan counts what is free
-        if not is_ordered and own.parallel.num_nodes == 1:
-            symmetric = symmetric_sum(size, own.dtype, device, _all_agree)
-    collectives = GroupCollectives(size, is_ordered, symmetric)
-    return replace(own, parallel=replace(own.parallel, collectives=collectives))
+        if not is_ordered and parallel.num_nodes == parallel.num_stages == 1:
+            symmetric = symmetric_sum(parallel.size, own.dtype, device, _all_agree)
+    collectives = GroupCollectives(parallel.size, is_ordered, symmetric, group, parallel.stage * parallel.size)
+    return replace(own, parallel=replace(parallel, collectives=collectives))
 
 
 def limit_calls(seconds: float) -> None:
     """Let a call between ranks on hosts fail after so long: that of a rank on another node, which cannot be killed."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def interface_of(address: str) -> str:

@@ -36,6 +36,14 @@ from slipstream.worker.spec_decode.interface import SpeculatorContext
 from slipstream.worker.spec_decode.speculator import HeadOutputs, Speculator, measured_costs
 
 
+@dataclass
+class _Staged:
+    """A step in the stages of a model, which is sampled when its result is asked for."""
+
+    running: RunningStep
+    masks: GrammarMasks | None = None
+
+
 @dataclass(frozen=True)
 class _Launched:
     running: RunningStep
@@ -70,6 +78,7 @@ class ModelWorker:
         self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))
         self._states = RequestStates(groups.num_full)
         self._waiting: RunningStep | None = None  # for its masks
+        self._staged: dict[int, _Staged] = {}  # by step id, in order
         self._launched: dict[int, _Launched] = {}  # by step id, in order
 
     @property
@@ -85,12 +94,17 @@ class ModelWorker:
         tensors = self.runner.build(step, states, self._states.any_prompt_rows)
         hidden = self.runner.forward(tensors)
         running = RunningStep(step, states, tensors, hidden, self._states.any_prompt_logprobs)
-        if step.waits_for_masks:
+        if self.runner.finishes_later:
+            self._enter_stages(running)
+        elif step.waits_for_masks:
             self._waiting = running
         else:
             self._sample(running)
 
     def sample(self, masks: GrammarMasks) -> None:
+        if self._staged:
+            self._staged[max(self._staged)].masks = masks
+            return
         running, self._waiting = self._waiting, None
         assert running is not None, "masks for a step that does not wait for them"
         self._sample(running, masks)
@@ -109,6 +123,8 @@ class ModelWorker:
         self._launch_heads(running, sample)
 
     def result(self, step_id: int) -> StepResult:
+        if step_id in self._staged:
+            self._leave_stages(self._staged.pop(step_id))
         for other in [known for known in self._launched if known < step_id]:
             del self._launched[other]
         return self._launched[step_id].sample.result()
@@ -130,6 +146,7 @@ class ModelWorker:
         if not self._is_asleep:
             assert self._target is not None
             self._launched.clear()
+            self._staged.clear()
             self._waiting = None
             self._target.forget_caches()
             self._is_asleep = True
@@ -183,6 +200,16 @@ class ModelWorker:
 
     def _sample(self, running: RunningStep, masks: GrammarMasks | None = None) -> None:
         self._launch_heads(running, self.runner.sample(running, self.speculator.draft_probs, masks))
+
+    def _enter_stages(self, running: RunningStep) -> None:
+        if not self._hardware.parallel.stage:
+            self._staged[running.step.step_id] = _Staged(running)
+
+    def _leave_stages(self, staged: _Staged) -> None:
+        self._sample(self.runner.finish(staged.running), staged.masks)
+        gone = [state.sequence_id for state in staged.running.states if self._states.get(state.sequence_id) is None]
+        if gone:  # meanwhile: what the step has collected for them
+            self.runner.forget(gone)
 
     def _launch_heads(self, running: RunningStep, sample: LaunchedSample) -> None:
         step, rows = running.step, lambda: self.runner.computed_rows(running, sample)

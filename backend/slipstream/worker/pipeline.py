@@ -1,0 +1,58 @@
+"""A stage of a model: its part of each step, between the stages before and behind it.
+
+Engine thread. The first stage has the embedding, the final norm and the head; the residual stream goes from stage to
+stage, and the last one sends it back to the first, which samples. A step is launched and finished apart, so that others
+may be in the stages meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.kv_layout import LayerCache
+from slipstream.nn.parallel import Parallel, Pipe
+
+
+class PipelineStage:
+    """kv_caches: of the stage's layers."""
+
+    def __init__(self, model: Decoder, kv_caches: Sequence[LayerCache], parallel: Parallel) -> None:
+        assert parallel.pipe is not None, "a stage without the others holds weights, and does not compute"
+        self._model, self._kv_caches = model, kv_caches
+        self._pipe: Pipe = parallel.pipe
+        self.is_first, self._is_last = parallel.stage == 0, parallel.stage == parallel.num_stages - 1
+
+    def launch(self, batch: ForwardBatch, is_last_only: bool) -> None:
+        """Receive, unless it is the first stage, compute and send on. is_last_only: the last layer computes only rows
+        of batch.logits_indices."""
+        model = self._model
+        if self.is_first:
+            hidden = model.embedding(batch.token_ids, batch.given)
+        else:
+            hidden = self._pipe.receive(self._rows(len(batch.token_ids)))
+        hidden = model.forward_stage(hidden, batch, self._kv_caches, is_last_only and self._is_last)
+        if len(hidden):  # no row is wanted of the middle of a prompt
+            self._pipe.send(hidden)
+
+    def finish(self, batch: ForwardBatch, is_last_only: bool) -> torch.Tensor:
+        """On the first stage: the final hidden states of the oldest step that is not finished, as Decoder.forward's or
+        forward_last's."""
+        num_rows = len(batch.logits_indices) if is_last_only else len(batch.token_ids)
+        rows = self._rows(num_rows)
+        return self._model.final_norm(self._pipe.receive(rows)) if num_rows else rows
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Launch and finish; None on the other stages."""
+        self.launch(batch, is_last_only=False)
+        return self.finish(batch, is_last_only=False) if self.is_first else None
+
+    def no_rows(self) -> torch.Tensor:
+        return self._rows(0)
+
+    def _rows(self, num_rows: int) -> torch.Tensor:
+        context = self._model.context
+        return torch.empty(num_rows, self._model.spec.hidden_size, dtype=context.dtype, device=context.device)

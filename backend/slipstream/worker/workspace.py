@@ -1,0 +1,78 @@
+"""Device memory that a rank takes beside weights and KV pool: what lives at once in its largest step.
+
+Pure arithmetic, once at load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.nn.attention.latent import PREFIX_TOKENS
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
+from slipstream.nn.parallel import Parallel
+from slipstream.nn.quant import choose_methods
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, MAX_TOKENS
+from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
+
+if TYPE_CHECKING:
+    from slipstream.worker.memory_plan import Hardware
+
+# fp32 copies of the logits that sampling holds at once (logits, probabilities, sorted values and indices, mask)
+LOGITS_COPIES = 6
+# activations of one token that live at once: residual, normed, qkv, attention output; gate, up and their product
+HIDDEN_COPIES = 8
+INTERMEDIATE_COPIES = 3
+
+
+def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
+    """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, weights written out."""
+    num_tokens = config.scheduler.max_num_batched_tokens
+    if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
+        num_tokens += min(num_tokens, MAX_TOKENS)
+    num_seqs = config.scheduler.max_num_seqs
+    num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
+    parallel, own = hardware.parallel, spec.of_stage(hardware.parallel)
+    num_rows = 0 if parallel.stage else max(num_seqs, num_verified, MAX_PROMPT_ROWS)
+    logits = LOGITS_COPIES * num_rows * spec.vocab_size * 4
+    width = max(_activation_width(layer.mlp, parallel) for layer in own.layers)
+    attentions = own.of_rank(parallel).attentions
+    features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
+    features += len(parallel.layers) * num_tokens * spec.hidden_size  # on their way to the next stage
+    return logits + features * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
+
+
+def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
+    """Of latent attention: what lives at once of a step's tokens, absorbed or with keys and values of each head, and of
+    a piece of the tokens before them."""
+    latent = attention.latent
+    if latent is None:
+        return 0
+    row, made = latent.rank + latent.rope_dim, latent.nope_dim + latent.value_dim
+    absorbed = row + latent.rank
+    unabsorbed = made + 2 * latent.value_dim
+    of_heads = attention.num_q_heads * (attention.head_dim + max(absorbed, unabsorbed))
+    return num_tokens * (of_heads + row) + PREFIX_TOKENS * (attention.num_q_heads * made + row)
+
+
+def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:
+    """Features of one token that live at once in a layer of a rank."""
+    rows = 1 if isinstance(mlp, DenseSpec) else mlp.routing.num_experts_per_token  # of a token in the MLP
+    width = mlp.down.of_rank(parallel).in_features * rows  # whole where ranks split experts: all rows may be one rank's
+    if isinstance(mlp, ExpertsSpec) and mlp.shared is not None:
+        width += mlp.shared.down.of_rank(parallel).in_features
+    return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * width
+
+
+def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
+    """The largest layer of those that products of many rows on a GPU write out first."""
+    if hardware.device.type != "cuda":
+        return 0
+    methods = choose_methods(config.model, spec)
+    linears = set(spec.of_stage(hardware.parallel).layer_linears)
+    held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in linears]
+    held += [] if hardware.parallel.stage else [(spec.lm_head, methods.head)]
+    own = [(linear.of_rank(hardware.parallel), method) for linear, method in held]
+    return max(method.written_out_bytes(linear, hardware.dtype) for linear, method in own)

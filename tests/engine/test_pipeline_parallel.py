@@ -1,0 +1,213 @@
+"""A model in stages, which are processes over gloo, says what one process says, with several steps in them at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from nodes import Node
+from patience import PATIENCE_S
+from processes import children_of
+from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
+from slipstream.core.control import SLEEP, WAKE_UP, Control
+from slipstream.core.errors import ConfigError, RankLostError
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine.engine import Engine
+from slipstream.engine.ranks import LeadingWorker
+from slipstream.nn.spec import read_spec
+from slipstream.worker.interface import StepInput, StepResult
+from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.stages import balanced
+from tiny_checkpoints import make_checkpoint
+from tiny_model import make_tiny_llama, save_tokenizer
+
+SEEDED = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True, top_k=50, top_p=0.95)
+EDITED = replace(SEEDED, repetition_penalty=1.2, min_tokens=5, bad_words_ids=((4, 5), (9,)), logit_bias=((7, 2.0),))
+LOGPROBS = replace(GREEDY, logprobs=3, prompt_logprobs=2)
+GUIDED = SamplingParams(max_tokens=16, temperature=0.0, guide=Guide("regex", "[a-z]{12}"))
+BEAMS = SamplingParams(max_tokens=8, beam_width=3, n=3)
+KINDS = (GREEDY, SEEDED, EDITED, LOGPROBS, GUIDED)
+NARROW = {"max_num_batched_tokens": 40}
+TWO = ParallelConfig(pipeline_parallel_size=2)
+
+
+class Recorder:
+    """A worker that notes which steps are in the stages, between `execute` and `result`."""
+
+    def __init__(self, worker: LeadingWorker) -> None:
+        self._worker = worker
+        self.underway: dict[int, Sequence[int]] = {}  # step id -> sequence ids of rows that sample
+        self.most_underway = self.num_resumed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def execute(self, step: StepInput) -> None:
+        sampling = [own for own, samples in zip(step.sequence_ids, step.samples) if samples]
+        earlier = {own for ids in self.underway.values() for own in ids}
+        assert not step.pending and earlier.isdisjoint(sampling), "one token of a request at a time"
+        self.num_resumed += sum(new.num_preemptions > 0 for new in step.new_requests)
+        self.underway[step.step_id] = sampling
+        self.most_underway = max(self.most_underway, len(self.underway))
+        self._worker.execute(step)
+
+    def result(self, step_id: int) -> StepResult:
+        del self.underway[step_id]
+        return self._worker.result(step_id)
+
+
+def record(engine: Engine) -> Recorder:
+    assert isinstance(engine.worker, LeadingWorker)
+    engine.worker = recorder = Recorder(engine.worker)  # type: ignore[assignment]
+    return recorder
+
+
+def same(found: Sequence[Told], expected: Sequence[Told]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.error, one.token_ids) == (other.error, other.token_ids)
+        for own, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+            pairs = [(a, b) for a, b in zip(own or [], theirs or [], strict=True) if a and b]
+            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("stages"), num_layers=4)
+
+
+def beams(engine: Engine, prompt: list[int]) -> list[list[int]]:
+    engine.submit(Request(list(prompt), BEAMS))
+    told: dict[Request, Told] = {}
+    run_steps(engine, told)
+    return [one.token_ids for _, one in sorted(told.items(), key=lambda item: item[0].sequence_index)]
+
+
+def test_three_stages_say_what_one_process_says(llama: Path, prompts: list[list[int]]) -> None:
+    """Every kind of request at once, in chunks, preempted, from the prefix cache and the host; after a sleep too."""
+    params = [*KINDS, *KINDS]
+    texts = [prompts[4 + index % 8] for index in range(len(params))]
+    alone = make_engine(llama)
+    expected = run_all(alone, texts, params)
+    cache = {"num_blocks": 40, "host_memory_bytes": 1 << 20}
+    sizes = ParallelConfig(pipeline_parallel_size=3, pipeline_layers="1,2,1")
+    engine = make_engine(llama, {"max_model_len": 128}, cache, NARROW, parallel=sizes)
+    recorder = record(engine)
+    try:
+        same(run_all(engine, texts, params), expected)
+        assert recorder.most_underway == 3 and recorder.num_resumed > 0
+        same(run_all(engine, texts[1:4], params[1:4]), expected[1:4])
+        assert beams(engine, prompts[5]) == beams(alone, prompts[5])
+        for control in (Control(SLEEP, 1), Control(WAKE_UP)):
+            engine.post(control)
+            run_steps(engine, {})
+        same(run_all(engine, texts[:2], params[:2]), expected[:2])
+    finally:
+        engine.close()
+
+
+def compare(folder: Path, model: str, parallel: ParallelConfig) -> None:
+    make_checkpoint(model, folder)
+    save_tokenizer(folder)
+    texts = [[3 + (7 * place + 5 * step) % 90 for step in range(2 + 9 * place)] for place in range(5)]
+    params = replace(GREEDY, max_tokens=16, logprobs=1)
+    told = []
+    for one in (ParallelConfig(), parallel):
+        engine = make_engine(folder, {}, {"block_size": 4}, {"max_num_batched_tokens": 16}, parallel=one)
+        told.append(run_all(engine, texts, params))
+        assert (engine.memory_plan.groups.num_windowed > 0) is (model == "gemma3")
+        engine.close()
+    same(*told)
+
+
+def test_layers_with_windows_in_stages_of_two_ranks(tmp_path: Path) -> None:
+    """One stage has no layer of some KV group."""
+    compare(tmp_path, "gemma3", ParallelConfig(2, pipeline_parallel_size=2, pipeline_layers="3,1"))
+
+
+def test_a_cancelled_request_leaves_the_stages_to_the_others(llama: Path, prompts: list[list[int]]) -> None:
+    """While its step is in them, with rows of prompt log-probabilities that nobody asks for any more. Then a stage
+    is stopped, and every request ends."""
+    (expected,) = run_all(make_engine(llama), [prompts[9]], LOGPROBS)
+    engine = make_engine(llama, scheduler={"max_num_batched_tokens": 16}, parallel=TWO)
+    first = engine.submit(Request(list(prompts[11]), LOGPROBS, handle=1))[0]
+    second = engine.submit(Request(list(prompts[9]), LOGPROBS, handle=2))[0]
+    told: dict[Request, Told] = {}
+    run_steps(engine, told, 2)
+    engine.cancel(1)
+    run_steps(engine, told)
+    assert told[first].finish_reason == FinishReason.CANCELLED
+    same([told[second]], [expected])
+    assert isinstance(engine.worker, LeadingWorker)
+    assert not engine.worker.worker.runner._prompt_logprobs._entries  # type: ignore[attr-defined]
+    requests = [engine.submit(Request(list(prompt), replace(GREEDY, max_tokens=60)))[0] for prompt in prompts[4:8]]
+    run_steps(engine, told, 5)
+    (stage,) = children_of(os.getpid(), "rank_process")
+    stage.send_signal(signal.SIGSTOP)
+    run_steps(engine, told)
+    assert isinstance(engine.error, RankLostError) and "rank 1" in str(engine.error)
+    assert [told[one].finish_reason for one in requests] == [FinishReason.ERROR] * 4
+    engine.close()
+
+
+def test_experts_in_stages_on_two_nodes(tmp_path: Path) -> None:
+    with Node(tmp_path, b"a secret of two machines") as node:
+        nodes = replace(TWO, num_nodes=2, rank_address=node.address, rank_secret_file=str(node.secret))
+        compare(tmp_path / "model", "qwen3-moe", replace(nodes, node_start_timeout_s=PATIENCE_S))
+
+
+def plan(model: Path, parallel: ParallelConfig, **changes: Any) -> MemoryPlan:
+    config = EngineConfig(model=ModelConfig(model=str(model), device="cpu"), parallel=parallel, **changes)
+    spec = read_spec(model)
+    return plan_memory(spec, config, resolve_hardware(config, spec), 1 << 30)
+
+
+def test_a_stage_plans_for_its_layers(llama: Path) -> None:
+    whole, two = plan(llama, ParallelConfig()), plan(llama, replace(TWO, pipeline_layers="1,3"))
+    assert [stage.layers for stage in two.stages] == [range(1), range(1, 4)]
+    assert sum(stage.bytes_per_block for stage in two.stages) == whole.bytes_per_block
+    assert sum(stage.weight_bytes for stage in two.stages) == whole.weight_bytes
+    assert two.num_blocks == whole.num_blocks, "as many as max_num_seqs needs"
+    said = str(two)
+    assert "stage 0: layers 0 to 0" in said and "stage 1: layers 1 to 3" in said and not whole.stages
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5: accepted: at most 4, the model's layers"),
+        ({"pipeline_layers": "1,2"}, "pipeline_layers='1,2': accepted: 2 numbers of layers, together 4"),
+        ({"pipeline_layers": "4"}, "pipeline_layers='4': accepted: 2 numbers of layers, together 4"),
+        ({"pipeline_parallel_size": 1, "pipeline_layers": "4"}, "pipeline_layers='4': accepted with pipeline_parallel"),
+        ({"expert_parallel": True}, "expert_parallel=True: accepted with tensor_parallel_size above 1"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(changes: dict[str, Any], reason: str, llama: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan(llama, replace(TWO, **changes))
+
+
+def test_speculation_in_stages_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculative_method=.*accepted with pipeline_parallel_size=2: none"):
+        plan(llama, TWO, speculation=SpeculationConfig(methods="ngram"))
+
+
+@pytest.mark.parametrize(
+    ("costs", "ends", "num_stages", "expected"),
+    [
+        ([1] * 6, 0, 3, (2, 2, 2)),
+        ([1] * 8, 2, 2, (3, 5)),
+        ([1] * 3, 100, 3, (1, 1, 1)),
+        ([5, 1, 1, 1], 0, 2, (1, 3)),
+        ([1, 1, 1, 5], 0, 2, (3, 1)),
+    ],
+)
+def test_layers_by_memory(costs: list[int], ends: int, num_stages: int, expected: tuple[int, ...]) -> None:
+    """ends: the embedding and the head, which the first stage has besides."""
+    assert balanced(costs, ends, num_stages) == expected
