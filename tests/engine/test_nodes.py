@@ -247,7 +247,7 @@ def test_which_ranks_a_worker_has() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_nodes": "2"}, "num_nodes=2: accepted: 1, or what divides tensor_parallel_size=1"),
+        ({"num_nodes": "2"}, "num_nodes=2: accepted: 1, or what divides the 1 ranks of the model"),
         ({"num_nodes": "2", "tensor_parallel_size": "4"}, "rank_secret_file='': missing"),
         ({"num_nodes": "9"}, "num_nodes"),
         ({"rank_address": "host"}, "rank_address='host': accepted: HOST:PORT"),

@@ -1,4 +1,4 @@
-"""A model that two processes or two nodes share, on the real server: it answers as one does, and a lost process is
+"""A model that processes, stages or two nodes share, on the real server: it answers as one does, and a lost process is
 replaced. The other node is a `slipstream worker` behind a proxy of this machine."""
 
 from __future__ import annotations
@@ -58,13 +58,34 @@ def test_two_processes_serve_a_model_until_one_is_killed_or_stopped(llm_server: 
     llm_server.wait_until(lambda: not ranks_of(llm_server), "the ranks to end with their model")
 
 
+def test_a_model_in_stages_loses_one_with_steps_in_both(llm_server: LlmServer) -> None:
+    expected = text_of(llm_server, "llm")
+    with llm_server.variant("stages", {"pipeline_parallel_size": 2}) as model:
+        assert text_of(llm_server, model) == expected
+        with grpc_stream(llm_server.grpc_url) as stream, grpc_stream(llm_server.grpc_url) as other:
+            for one in (stream, other):
+                one.send(model, {"text_input": PROMPT, "stream": True}, parameters=LONG)
+            for one in (stream, other):
+                assert not one.receive()[2]
+            (stage,) = ranks_of(llm_server)
+            stage.send_signal(signal.SIGSTOP)
+            for one in (stream, other):
+                error = one.collect(timeout_s=30).error
+                assert "rank 1" in error and error.endswith("the model starts again [UNAVAILABLE]")
+        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready")
+        llm_server.wait_model_ready(model)
+        assert text_of(llm_server, model) == expected
+        assert ranks_of(llm_server) and not is_alive(stage)
+    llm_server.wait_until(lambda: not ranks_of(llm_server), "the stages to end with their model")
+
+
 def test_two_nodes_serve_a_model_until_one_or_the_network_is_lost(llm_server: LlmServer, tmp_path: Path) -> None:
-    """The other node is killed in the middle of a stream and comes back; then nothing passes between them, while it
-    is idle. The model is ready exactly when both are there."""
+    """Each has a stage. The other node is killed in the middle of a stream and comes back; then nothing passes between
+    them, while it is idle. The model is ready exactly when both are there."""
     expected = text_of(llm_server, "llm")
     with Node(tmp_path, b"a secret of two machines") as node:
         parameters = {
-            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
             "num_nodes": 2,
             "rank_address": node.address,
             "rank_secret_file": node.secret,
