@@ -39,7 +39,8 @@ demo: assemble
 serve: assemble $(if $(ENCODERS),encoders)
 	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(SPECULATE),--speculate '$(SPECULATE)') $(if $(ENCODERS),--encoders) $(ARGS)
 
-# Without ARGS the tests run in three parts, all of them always: those without a server; those that wait for servers and
+# Without ARGS the tests run in three parts, all of them always: those without a server, with a third of the cases of
+# large grids (all of them: make test ARGS=tests/kernels); those that wait for servers and
 # clients most of their time; then the rest (faults) with the machine to itself, as it measures what an attack costs
 # other clients.  The first two run a file a worker, with one worker more than cores: some wait for other processes.
 # Where real servers run and processes are killed, a failed test runs once more and is listed: docs/measurements/tests.md.
@@ -50,7 +51,7 @@ test: assemble encoders
 	export OMP_NUM_THREADS=1
 	$(if $(ARGS),exec $(PY) -m pytest --require-server $(ARGS))
 	status=0 cores=$$(nproc)
-	$(PY) -m pytest --require-server -n $$(( (cores < 7 ? cores : 7) + 1 )) --dist loadfile $(LOCAL:%=tests/%) || status=$$?
+	$(PY) -m pytest --require-server -n $$(( (cores < 7 ? cores : 7) + 1 )) --dist loadfile --sample-cases $(LOCAL:%=tests/%) || status=$$?
 	$(PY) -m pytest --require-server $(RERUN) -n $$(( (cores < 3 ? cores : 3) + 1 )) --dist loadfile $(SERVED:%=tests/%) || status=$$?
 	$(PY) -m pytest --require-server $(RERUN) tests $(LOCAL:%=--ignore=tests/%) $(SERVED:%=--ignore=tests/%) || status=$$?
 	exit $$status
