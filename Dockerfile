@@ -8,7 +8,7 @@ FROM nvcr.io/nvidia/tritonserver:${TRITON_TAG}
 
 # beside the engine: the OpenAI gateway (slipstream serve-openai) and traces; "encoders" adds safety, quality, embedding
 # and guarded
-ARG EXTRAS=gateway,tracing
+ARG EXTRAS=gateway,tracing,kv-events
 
 # g++ and Python's headers compile the backend here and, at run time, the launchers of Triton-lang kernels
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-venv && rm -rf /var/lib/apt/lists/*

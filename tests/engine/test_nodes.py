@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -242,6 +248,50 @@ def test_which_ranks_a_worker_has() -> None:
     for given, variables, reason in refused:
         with pytest.raises(ConfigError, match=reason):
             ranks_here(given, **variables)
+
+
+@pytest.mark.parametrize(("drain_timeout", "exit_status"), [("0", -signal.SIGKILL), ("300", 0)])
+def test_what_sigterm_does_to_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drain_timeout: str, exit_status: int
+) -> None:
+    """They end at once, or go on until the engine ends."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    parser = ArgumentParser()
+    worker.add_arguments(parser)
+    options = ["--address", "engine:1", "--nodes", "2", "--node", "1", "--ranks", "1", "--drain-timeout"]
+    given = ["--secret-file", str(tmp_path / "secret"), *options]
+    looked = threading.Event()
+
+    class LookedAt(subprocess.Popen[bytes]):
+        def poll(self) -> int | None:
+            looked.set()
+            return super().poll()
+
+    with LookedAt([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+
+        def stop() -> None:
+            looked.wait(PATIENCE_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            with suppress(OSError):  # the rank has ended
+                rank.communicate(b"the engine ends\n")
+
+        def start(_: dict[str, object]) -> subprocess.Popen[bytes]:
+            stopper.start()
+            return rank
+
+        stopper = threading.Thread(target=stop)
+
+        monkeypatch.setattr(worker, "_start", start)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            assert worker.run(parser.parse_args([*given, drain_timeout])) == 0
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        stopper.join()
+        assert rank.wait() == exit_status
+    with pytest.raises(ConfigError, match="--drain-timeout=-1: accepted: 0 to 86400 seconds"):
+        worker.run(parser.parse_args([*given, "-1"]))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """deploy/: the chart, rendered as Helm does it, against the schemas of Kubernetes, and its values against the code.
 
 Helm itself is no package of Python's: a renderer of Go's templates stands in for it. The resources of KEDA, KServe, the
-Prometheus operator and the inference extension have no schema here; what the chart says in them is checked by hand.
+Prometheus operator, the inference extension and LeaderWorkerSet have no schema here; what the chart says in them is
+checked by hand.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import pytest
 import yaml
 from slipstream.cli import build_parser
 from slipstream.commands.serve import settings_of
-from slipstream.core.config import ServingConfig
+from slipstream.commands.worker import ranks_here
+from slipstream.core.config import CacheConfig, ServingConfig
 from slipstream.core.config_parse import config_from_values
+from slipstream.core.metric_aliases import ALIASES
 from slipstream.core.stats import METRICS
 
 helm = pytest.importorskip("gotpl.exts.helm", reason="needs gotpl, which needs Python 3.11")
@@ -41,11 +44,37 @@ EVERYTHING: dict[str, Any] = {
     "metrics": {"podMonitor": True},
     "autoscaling": {"enabled": True},
     "inferencePool": {"enabled": True},
+    "kvEvents": {"enabled": True, "routerLabels": {"app": "router"}},
     "podDisruptionBudget": {"enabled": True},
     "podAnnotations": {"team": "search"},
     "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     "imagePullSecrets": [{"name": "registry"}],
+}
+
+GROUP: dict[str, Any] = {
+    **EVERYTHING,
+    "settings": {"max_model_len": 32768},
+    "nodes": {"count": 2, "secret": "ranks"},
+    "podDisruptionBudget": {"enabled": False},
+}
+# the fields of leaderworkerset.x-k8s.io/v1, as api/leaderworkerset/v1/leaderworkerset_types.go of kubernetes-sigs/lws
+# has them: a kind, the accepted values, or the fields below
+LEADER_WORKER_SET: dict[str, Any] = {
+    "replicas": int,
+    "startupPolicy": {"LeaderCreated", "LeaderReady"},
+    "rolloutStrategy": {
+        "type": {"RollingUpdate"},
+        "rollingUpdateConfiguration": {"partition": int, "maxUnavailable": int, "maxSurge": int},
+    },
+    "networkConfig": {"subdomainPolicy": {"Shared", "UniquePerReplica"}},
+    "leaderWorkerTemplate": {
+        "leaderTemplate": "PodTemplate",
+        "workerTemplate": "PodTemplate",
+        "size": int,
+        "restartPolicy": {"RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"},
+        "subGroupPolicy": {"subGroupPolicyType": {"LeaderWorker", "LeaderExcluded"}, "subGroupSize": int},
+    },
 }
 
 
@@ -78,14 +107,33 @@ def rendered(values: Mapping[str, Any], release: str = "slipstream") -> dict[str
 
 
 def container_of(resources: Mapping[str, Any]) -> dict[str, Any]:
-    [container] = resources["Deployment"]["spec"]["template"]["spec"]["containers"]
+    [container] = pod_of(resources)["spec"]["containers"]
     return container
+
+
+def pod_of(resources: Mapping[str, Any], role: str = "leader") -> dict[str, Any]:
+    if "Deployment" in resources:
+        return resources["Deployment"]["spec"]["template"]
+    return resources["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"][f"{role}Template"]
+
+
+def check_fields(given: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        assert name in accepted, name
+        kind = accepted[name]
+        if isinstance(kind, dict):
+            check_fields(value, kind)
+        elif kind == "PodTemplate":
+            template = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "pod"}, "template": value}
+            kubernetes_validate.validate(template, "1.30", strict=True)
+        else:
+            assert isinstance(value, kind) if isinstance(kind, type) else value in kind, (name, value)
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING, {"gpus": 0}], ids=["defaults", "everything", "cpu"])
 def test_kubernetes_takes_what_is_rendered(values: dict[str, Any]) -> None:
     resources = rendered(values)
-    for kind in {"Deployment", "Service", "PodDisruptionBudget"} & resources.keys():
+    for kind in {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} & resources.keys():
         kubernetes_validate.validate(resources[kind], "1.30", strict=True)
     names = {one["metadata"]["name"] for one in resources.values()}
     assert names == {"slipstream"}, names
@@ -94,7 +142,85 @@ def test_kubernetes_takes_what_is_rendered(values: dict[str, Any]) -> None:
     assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
     assert resources["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     ports = {port["name"] for port in container_of(resources)["ports"]}
-    assert {port["targetPort"] for port in resources["Service"]["spec"]["ports"]} == ports
+    assert {port["targetPort"] for port in resources["Service"]["spec"]["ports"]} <= ports
+
+
+def test_several_nodes_are_a_leader_worker_set() -> None:
+    """A group of two pods with two GPUs each: the command lines fit together, and only the leader gets requests."""
+    resources = rendered(GROUP)
+    assert "Deployment" not in resources
+    found = resources["LeaderWorkerSet"]
+    assert found["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    check_fields(found["spec"], LEADER_WORKER_SET)
+    template = found["spec"]["leaderWorkerTemplate"]
+    assert (template["size"], template["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    assert found["spec"]["startupPolicy"] == "LeaderCreated", "a leader is ready only with its workers"
+    service = resources["Service"]
+    assert found["metadata"]["name"] != service["metadata"]["name"], "the controller's own service has the group's name"
+    leader, worker = pod_of(resources), pod_of(resources, "worker")
+    for pod in (leader, worker):
+        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+        mounted = {mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+    selectors = [service["spec"]["selector"]]
+    selectors += [resources[kind]["spec"]["selector"]["matchLabels"] for kind in ("InferencePool", "PodMonitor")]
+    for selector in selectors:
+        assert selector.items() <= leader["metadata"]["labels"].items()
+        assert not selector.items() <= worker["metadata"]["labels"].items(), "it answers no client"
+    assert resources["ScaledObject"]["spec"]["scaleTargetRef"].items() >= {
+        ("kind", "LeaderWorkerSet"),
+        ("name", found["metadata"]["name"]),
+    }
+    served, [worker_container] = container_of(resources), worker["spec"]["containers"]
+    assert served["readinessProbe"]["httpGet"]["path"] == "/ready" and "readinessProbe" not in worker_container
+    config = config_from_values(settings_of(build_parser().parse_args(served["args"][1:])), is_complete=False)
+    arguments = build_parser().parse_args(worker_container["args"][1:])
+    variables = {"LWS_LEADER_ADDRESS": "leader", "LWS_GROUP_SIZE": str(template["size"]), "LWS_WORKER_INDEX": "1"}
+    ranks = ranks_here(arguments, variables)
+    assert [one["rank"] for one in ranks] == [2, 3]
+    assert {one["world_size"] for one in ranks} == {config.parallel.tensor_parallel_size} == {4}
+    assert {one["port"] for one in ranks} == {int(config.parallel.rank_address.rpartition(":")[2])}
+    assert config.parallel.num_nodes == template["size"]
+    assert config.parallel.rank_secret_file == arguments.secret_file
+    assert {"name": "rank-secret", "mountPath": str(Path(arguments.secret_file).parent), "readOnly": True} in (
+        worker_container["volumeMounts"]
+    )
+    assert 60 < arguments.drain_timeout < worker["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_which_pods_reach_ranks_and_events() -> None:
+    """Clients reach the servers' ports, ranks each other, and the router alone the events."""
+    assert "NetworkPolicy" not in rendered({})
+    with pytest.raises(Exception, match=r"kvEvents\.routerLabels is missing"):
+        rendered({"kvEvents": {"enabled": True}})
+    resources = rendered(GROUP)
+    clients, group, router = resources["NetworkPolicy"]["spec"]["ingress"]
+    assert {one["port"] for one in clients["ports"]} == {9000, 8000, 8001, 8002} and "from" not in clients
+    [of_group], [of_router] = group["from"], router["from"]
+    for role in ("leader", "worker"):
+        assert of_group["podSelector"]["matchLabels"].items() <= pod_of(resources, role)["metadata"]["labels"].items()
+    assert of_router["podSelector"]["matchLabels"] == {"app": "router"}
+    container = container_of(resources)
+    config = config_from_values(settings_of(build_parser().parse_args(container["args"][1:])), is_complete=False)
+    endpoints = (config.cache.events_endpoint, config.cache.events_replay_endpoint)
+    assert [int(one.rpartition(":")[2]) for one in endpoints] == [one["port"] for one in router["ports"]]
+    assert config.cache.events_topic == "kv@$(POD_IP):9000@gpt-4o"
+    assert "POD_IP" in {one["name"] for one in container["env"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"gpus": 8}, "nodes.count x gpus is 16; accepted: up to 8"),
+        ({"nodes": {"secret": ""}}, "nodes.secret is missing"),
+        ({"settings": {"num_nodes": 2}}, "settings.num_nodes; accepted"),
+        ({"podDisruptionBudget": {"enabled": True}}, "podDisruptionBudget.enabled; accepted"),
+        ({"kvEvents": {"replayPort": 5557}}, "kvEvents.replayPort is kvEvents.port"),
+    ],
+)
+def test_the_chart_refuses_what_does_not_fit_together(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=re.escape(reason)):
+        rendered(merged(GROUP, values))
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
@@ -165,10 +291,11 @@ def test_the_pool_and_the_monitor_find_the_pods() -> None:
 def test_the_schema_knows_every_value_and_refuses_others() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((CHART / "values.schema.json").read_text())
-    for values in ({}, EVERYTHING):
+    for values in ({}, EVERYTHING, GROUP):
         jsonschema.validate(merged(default_values(), values), schema)
     assert schema["properties"].keys() - {"global"} == default_values().keys()
-    for wrong in ({"gpu": 1}, {"gpus": 3}, {"tracing": {"otlpEndpoint": "collector"}}, {"model": {"source": ""}}):
+    wrongs = [{"gpu": 1}, {"gpus": 3}, {"nodes": {"count": 3}}, {"kvEvents": {"port": 80}}]
+    for wrong in (*wrongs, {"tracing": {"otlpEndpoint": "collector"}}, {"model": {"source": ""}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(merged(default_values(), wrong), schema)
 
@@ -184,3 +311,26 @@ def test_the_runtime_of_kserve_starts_what_slipstream_takes() -> None:
     model = service["spec"]["predictor"]["model"]
     assert model["runtime"] == runtime["metadata"]["name"]
     assert model["modelFormat"]["name"] in {one["name"] for one in runtime["spec"]["supportedModelFormats"]}
+
+
+def test_the_examples_for_the_inference_extension_fit_the_chart() -> None:
+    values = merged(default_values(), {**EVERYTHING, "model": {"aliases": []}})
+    resources = rendered(values, "llama")
+    route = yaml.safe_load((ROOT / "deploy/inference-gateway/httproute.yaml").read_text())
+    [backend] = route["spec"]["rules"][0]["backendRefs"]
+    pool = resources["InferencePool"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
+    assert pool["apiVersion"].startswith(f"{backend['group']}/")
+    picker = yaml.safe_load((ROOT / "deploy/inference-gateway/endpointpicker.yaml").read_text())
+    plugins = {one["type"]: one.get("parameters", {}) for one in picker["plugins"]}
+    events = plugins["precise-prefix-cache-producer"]
+    assert events["kvEventsConfig"]["podDiscoveryConfig"]["socketPort"] == values["kvEvents"]["port"]
+    assert events["tokenProcessorConfig"]["blockSize"] == CacheConfig().block_size
+    [topic] = [one for one in container_of(resources)["args"] if one.startswith("kv_events_topic=")]
+    assert topic.removeprefix("kv_events_topic=").startswith(events["kvEventsConfig"]["topicFilter"])
+    named = [one["pluginRef"] for one in picker["schedulingProfiles"][0]["plugins"]]
+    for source in picker["dataLayer"]["sources"]:
+        named += [source["pluginRef"], *(one["pluginRef"] for one in source["extractors"])]
+    assert set(named) <= plugins.keys()
+    text = (ROOT / "deploy/inference-gateway/endpointpicker.yaml").read_text()
+    assert set(re.findall(r"vllm:\w+", text)) <= {alias.family for aliases in ALIASES.values() for alias in aliases}

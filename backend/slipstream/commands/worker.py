@@ -3,7 +3,8 @@
 Needs to know where the engine listens (rank_address), the secret of both (rank_secret_file) and which ranks are here.
 Takes what is not given from the variables of torchrun (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK: one rank
 a process) or of a Kubernetes LeaderWorkerSet (LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX: --ranks a pod).
-Waits for the engine, joins it again when it starts again, and ends with SIGTERM.
+Waits for the engine, joins it again when it starts again, and ends with SIGTERM: at once, or with --drain-timeout once
+the engine has ended, as a cluster stops all machines at the same time and the engine still answers its requests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +27,7 @@ from slipstream.engine.rank_link import read_secret
 
 DEFAULT_PORT = 29500
 MAX_RANKS = 8
+MAX_DRAIN_S = 86400
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.node_rank import main; main()"
 _PAUSE_S = 1.0
 _LOOK_S = 0.2
@@ -37,21 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", type=int, help="which one this is, from 1 on; the engine's is 0")
     parser.add_argument("--ranks", type=int, help="ranks of this machine (default: its GPUs)")
     parser.add_argument("--model", default="", help="the checkpoint here, if it has another path than at the engine's")
+    drain = "seconds after SIGTERM in which the ranks go on until the engine ends (default: 0, they end at once)"
+    parser.add_argument("--drain-timeout", type=int, default=0, help=drain)
+
+
+class _Stopped(Exception):
+    """SIGTERM has come."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     ranks = ranks_here(arguments, os.environ)
+    if not 0 <= arguments.drain_timeout <= MAX_DRAIN_S:
+        raise ConfigError("--drain-timeout", arguments.drain_timeout, f"accepted: 0 to {MAX_DRAIN_S} seconds")
     read_secret(arguments.secret_file)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     begun_at: dict[int, float] = {}
-    signal.signal(signal.SIGTERM, _end)
     try:
+        signal.signal(signal.SIGTERM, _end)
         while True:
             for place, rank in enumerate(ranks):
                 known = processes.get(place)
                 if (known is None or known.poll() is not None) and time.monotonic() > begun_at.get(place, 0) + _PAUSE_S:
                     processes[place], begun_at[place] = _start(rank), time.monotonic()
             time.sleep(_LOOK_S)
+    except _Stopped:
+        limit = time.monotonic() + arguments.drain_timeout
+        with suppress(_Stopped):  # a second SIGTERM
+            while time.monotonic() < limit and any(process.poll() is None for process in processes.values()):
+                time.sleep(_LOOK_S)
+        return 0
     finally:
         for process in processes.values():
             process.kill()
@@ -110,4 +127,4 @@ def _start(rank: dict[str, object]) -> subprocess.Popen[bytes]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    raise _Stopped
