@@ -26,6 +26,8 @@ PLAIN = {
 }  # fmt: skip
 SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
 
+SMALL_LATENT_TILES = ((32, 32), (64, 16))  # where a program has 99 KiB of shared memory
+
 ACCEPT = {
     **{f"{name}_ptr": "*i64" for name in ("token_ids", "next_ids", "slots", "masks")},
     **{f"{name}_ptr": "*i64" for name in ("paths", "last", "sources", "targets")},
@@ -212,6 +214,10 @@ KERNELS = [
     ),
     ("latent_attention", "_latent_attention_kernel", LATENT, LATENT_SHAPE, 4),
     ("latent_attention", "_latent_attention_kernel", LATENT, {**LATENT_SHAPE, "BLOCK_M": 64, "HAS_TREE": True}, 8),
+    *(
+        ("latent_attention", "_latent_attention_kernel", LATENT, {**LATENT_SHAPE, "BLOCK_M": rows, "BLOCK_N": keys}, 8)
+        for rows, keys in SMALL_LATENT_TILES
+    ),
     ("latent_attention", "_latent_attention_kernel", LATENT_FP8, {**LATENT_SHAPE, "IS_FP8": True, "BLOCK_N": 32}, 4),
     ("latent_attention", "_merge_splits_kernel", LATENT, {**LATENT_SHAPE, "NUM_SPLITS": 64}, 4),
     ("merge_attention", "_merge_attention_kernel", LATENT, LATENT_SHAPE, 1),

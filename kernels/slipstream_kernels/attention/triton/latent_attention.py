@@ -179,9 +179,12 @@ def _tile_rows(call: LatentCall) -> int:
 
 
 def _tile_keys(call: LatentCall, block_m: int) -> int:
-    """Keys of a tile: within one block, and what shared memory holds (64 rows and 64 keys: 216 KiB)."""
+    """Keys of a tile: within one block, and what shared memory holds (64 rows and 64 keys: 216 KiB; 16 and 64, 32 and
+    32, 64 and 16: less than 99 KiB)."""
     if call.q.dtype == torch.float32:
         largest = 16
+    elif block_m > 16 and _has_small_shared_memory(call.q.device):
+        largest = 1024 // block_m
     elif call.cache.is_fp8 or (block_m > 32 and hopper_refusal(call.q.device, "q is") is not None):
         largest = 32
     else:
@@ -197,6 +200,15 @@ def _num_splits(call: LatentCall, num_tiles: int) -> int:
     wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(call.q.device), num_tiles)
     num_splits = max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
     return 1 << (num_splits.bit_length() - 1)
+
+
+@lru_cache
+def _has_small_shared_memory(device: torch.device) -> bool:
+    """Of compute capability 8.6, 8.9 or 12.0: 99 KiB a program."""
+    if device.type != "cuda":
+        return False
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return bool(properties["max_shared_mem"] < 128 << 10)
 
 
 @lru_cache
