@@ -188,6 +188,12 @@ def test_several_nodes_are_a_leader_worker_set() -> None:
     assert 60 < arguments.drain_timeout < worker["spec"]["terminationGracePeriodSeconds"]
 
 
+def test_stages_share_the_gpus_of_a_group() -> None:
+    container = container_of(rendered({**GROUP, "settings": {"pipeline_parallel_size": 2}}))
+    config = config_from_values(settings_of(build_parser().parse_args(container["args"][1:])), is_complete=False)
+    assert (config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size) == (2, 2)
+
+
 def test_which_pods_reach_ranks_and_events() -> None:
     """Clients reach the servers' ports, ranks each other, and the router alone the events."""
     assert "NetworkPolicy" not in rendered({})
@@ -214,6 +220,7 @@ def test_which_pods_reach_ranks_and_events() -> None:
         ({"gpus": 8}, "nodes.count x gpus is 16; accepted: up to 8"),
         ({"nodes": {"secret": ""}}, "nodes.secret is missing"),
         ({"settings": {"num_nodes": 2}}, "settings.num_nodes; accepted"),
+        ({"settings": {"pipeline_parallel_size": 3}}, "accepted: a divisor of nodes.count x gpus, 4"),
         ({"podDisruptionBudget": {"enabled": True}}, "podDisruptionBudget.enabled; accepted"),
         ({"kvEvents": {"replayPort": 5557}}, "kvEvents.replayPort is kvEvents.port"),
     ],

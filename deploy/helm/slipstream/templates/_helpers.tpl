@@ -33,12 +33,19 @@ own name and a hash into a label of 63 characters */ -}}
 {{ max 1 (int .Values.gpus) }}
 {{- end -}}
 
+{{- define "slipstream.stages" -}}
+{{- if hasKey .Values.settings "pipeline_parallel_size" }}{{ int .Values.settings.pipeline_parallel_size }}{{ else }}1{{ end -}}
+{{- end -}}
+
 {{- /* what the schema cannot say, as it is about several values */ -}}
 {{- define "slipstream.check" -}}
 {{- $ranks := mul (int .Values.nodes.count) (int (include "slipstream.ranks" .)) }}
 {{- if include "slipstream.isGroup" . }}
 {{- if gt (int $ranks) 8 }}
 {{- fail (printf "nodes.count x gpus is %d; accepted: up to 8 GPUs for a model" (int $ranks)) }}
+{{- end }}
+{{- if ne 0 (int (mod $ranks (max 1 (int (include "slipstream.stages" .))))) }}
+{{- fail (printf "settings.pipeline_parallel_size; accepted: a divisor of nodes.count x gpus, %d" (int $ranks)) }}
 {{- end }}
 {{- if not .Values.nodes.secret }}
 {{- fail "nodes.secret is missing; accepted with several nodes: the name of a secret with the key `secret`" }}
@@ -102,7 +109,7 @@ llm
 - "9000"
 {{- if include "slipstream.isGroup" . }}
 - --set
-- tensor_parallel_size={{ mul (int .Values.nodes.count) (int (include "slipstream.ranks" .)) }}
+- tensor_parallel_size={{ div (mul (int .Values.nodes.count) (int (include "slipstream.ranks" .))) (max 1 (int (include "slipstream.stages" .))) }}
 - --set
 - num_nodes={{ int .Values.nodes.count }}
 - --set
