@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
                 time.sleep(_LOOK_S)
         return 0
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next one must not keep a rank alive
         for process in processes.values():
             process.kill()
 
