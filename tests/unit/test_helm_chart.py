@@ -188,8 +188,9 @@ def test_several_nodes_are_a_leader_worker_set() -> None:
     assert 60 < arguments.drain_timeout < worker["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_stages_share_the_gpus_of_a_group() -> None:
-    container = container_of(rendered({**GROUP, "settings": {"pipeline_parallel_size": 2}}))
+@pytest.mark.parametrize("values", [GROUP, {"gpus": 4}], ids=["group", "pod"])
+def test_stages_share_the_gpus(values: dict[str, Any]) -> None:
+    container = container_of(rendered({**values, "settings": {"pipeline_parallel_size": 2}}))
     config = config_from_values(settings_of(build_parser().parse_args(container["args"][1:])), is_complete=False)
     assert (config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size) == (2, 2)
 

@@ -40,12 +40,12 @@ own name and a hash into a label of 63 characters */ -}}
 {{- /* what the schema cannot say, as it is about several values */ -}}
 {{- define "slipstream.check" -}}
 {{- $ranks := mul (int .Values.nodes.count) (int (include "slipstream.ranks" .)) }}
+{{- if ne 0 (int (mod $ranks (max 1 (int (include "slipstream.stages" .))))) }}
+{{- fail (printf "settings.pipeline_parallel_size; accepted: a divisor of nodes.count x gpus, %d" (int $ranks)) }}
+{{- end }}
 {{- if include "slipstream.isGroup" . }}
 {{- if gt (int $ranks) 8 }}
 {{- fail (printf "nodes.count x gpus is %d; accepted: up to 8 GPUs for a model" (int $ranks)) }}
-{{- end }}
-{{- if ne 0 (int (mod $ranks (max 1 (int (include "slipstream.stages" .))))) }}
-{{- fail (printf "settings.pipeline_parallel_size; accepted: a divisor of nodes.count x gpus, %d" (int $ranks)) }}
 {{- end }}
 {{- if not .Values.nodes.secret }}
 {{- fail "nodes.secret is missing; accepted with several nodes: the name of a secret with the key `secret`" }}
@@ -122,7 +122,7 @@ llm
 {{- end }}
 {{- else if gt (int .Values.gpus) 1 }}
 - --set
-- tensor_parallel_size={{ int .Values.gpus }}
+- tensor_parallel_size={{ div (int .Values.gpus) (max 1 (int (include "slipstream.stages" .))) }}
 {{- end }}
 {{- if .Values.kvEvents.enabled }}
 - --set
