@@ -56,6 +56,13 @@ SHAPES = (
     + [Shape(32, 8, 128, "bf16", batch, 1024, rows, tree=True) for batch, rows in ((1, 8), (1, 64), (4, 16), (64, 4))]
     + [Shape(32, 8, dim, kv, 128, 2048) for dim in (64, 80, 96, 256) for kv in ("bf16", "fp8")]
 )
+# Groups of 4, 5, 7 and 8 query heads a KV head, batches that no tile divides, short and long contexts.
+GRID = [
+    Shape(*heads, 128, kv, batch, seq_len)
+    for heads in ((32, 8), (40, 8), (28, 4), (64, 8))
+    for kv in ("bf16", "fp8")
+    for batch, seq_len in ((5, 8192), (48, 3000), (64, 8192), (128, 2048), (200, 3000), (256, 1024))
+]
 
 
 @dataclass(frozen=True)
@@ -159,13 +166,14 @@ def main() -> None:
     """Print a table; --json writes it too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--grid", action="store_true", help="groups of 4 to 8 query heads by batch and context instead")
     parser.add_argument("--only", default="", help="run the shapes whose name contains this")
     arguments = parser.parse_args()
     copy_rate = copy_tbps()
     torch.cuda.empty_cache()
     print(f"{torch.cuda.get_device_name()}: copy {copy_rate:.2f} TB/s")
     results = []
-    for shape in SHAPES:
+    for shape in GRID if arguments.grid else SHAPES:
         if arguments.only in shape.name():
             result = run(shape, copy_rate)
             results.append(result)

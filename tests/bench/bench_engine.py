@@ -3,8 +3,8 @@
     python tests/bench/bench_engine.py --shape llama3-8b --measure decode,prefill,throughput,profile --out ours.jsonl
     python tests/bench/bench_engine.py --set quantization=fp8 --set kv_cache_dtype=fp8 --rival vllm.jsonl
 
-Random weights of the shape, random prompts, greedy, ignore_eos, no text, prefix cache off. What the figures mean is
-said in measures.py; --rival reads another engine's lines of the same form and adds ratios (above 1: we are faster).
+Random weights of the shape, random prompts, greedy, ignore_eos, no text, prefix cache off unless asked for. What the
+figures mean is said in measures.py; --rival reads another engine's lines of the same form and adds ratios (above 1: we are faster).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure_profile(bench: EngineBench, arguments: argparse.Namespace) -> Iterat
     from torch.profiler import ProfilerActivity, profile
 
     for batch in arguments.profile_batches:
-        requests = bench.submit(draw_prompts(bench.shape, batch, arguments.decode_input_len), 100)
+        requests = bench.submit(draw_prompts(bench.shape, batch, arguments.contexts[0]), 100)
         while min(request.num_output_tokens for request in requests) < 20:
             bench.engine.step()
         cpu, wall = time.thread_time(), time.perf_counter()
@@ -162,6 +162,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
+        arguments.set += ["enable_prefix_caching=true"] * arguments.prefix_caching
         bench = EngineBench(arguments, Path(folder))
         phases = {name: round(seconds, 2) for name, seconds in bench.engine.start_up.seconds.items()}
         settings = {

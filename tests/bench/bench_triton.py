@@ -81,7 +81,7 @@ def measure_perf_analyzer(bench: TritonBench, arguments: argparse.Namespace) -> 
     """Requests/s of perf_analyzer at one concurrency, as tokens/s."""
     if not arguments.perf_analyzer:
         return
-    num_input, num_output = arguments.decode_input_len, arguments.perf_output_len
+    num_input, num_output = arguments.contexts[0], arguments.perf_output_len
     prompt = draw_prompts(bench.shape, 1, num_input)[0]
     data = {
         "input_ids": {"content": prompt, "shape": [num_input]},

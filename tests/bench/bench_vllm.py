@@ -89,7 +89,7 @@ class VllmBench:
             max_model_len=self.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
             gpu_memory_utilization=0.9,
-            enable_prefix_caching=False,
+            enable_prefix_caching=arguments.prefix_caching,
             kv_cache_dtype=arguments.kv_cache_dtype,
             generation_config="vllm",
             seed=0,

@@ -10,6 +10,7 @@ library only, so that it runs beside any engine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -51,9 +52,10 @@ Measure = Callable[[Bench, argparse.Namespace], Iterator[Record]]
 
 
 def draw_prompts(shape: Shape, count: int, length: int, seed: int = 0) -> list[Prompt]:
-    dice = random.Random(f"{seed} {count} {length}")
+    """Fewer are the first of more, and shorter ones begin longer ones, so that a prefix cache knows them."""
     top = min(shape.vocab, 30000)
-    return [[dice.randrange(10, top) for _ in range(length)] for _ in range(count)]
+    dice = [random.Random(f"{seed} {index}") for index in range(count)]
+    return [[die.randrange(10, top) for _ in range(length)] for die in dice]
 
 
 def warm_up(bench: Bench) -> None:
@@ -71,10 +73,10 @@ def measure_prefill(bench: Bench, arguments: argparse.Namespace) -> Iterator[Rec
 
 
 def measure_decode(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
-    short, long, context = arguments.decode_short, arguments.decode_long, arguments.decode_input_len
-    for batch in arguments.batches:
+    short, long = arguments.decode_short, arguments.decode_long
+    for context, batch in itertools.product(arguments.contexts, arguments.batches):
         if batch * (context + long) > bench.pool_tokens:
-            yield {"what": "decode", "batch": batch, "skipped": "the KV cache does not hold it"}
+            yield {"what": "decode", "batch": batch, "context": context, "skipped": "the KV cache does not hold it"}
             continue
         prompts = draw_prompts(bench.shape, batch, context)
         bench.timed(prompts, 8)
@@ -203,7 +205,10 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prefill-lens", type=numbers, default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--decode-input-len", type=int, default=1024)
+    parser.add_argument("--contexts", type=numbers, default=[1024], help="tokens before the decodes that are timed")
+    parser.add_argument(
+        "--prefix-caching", action="store_true", help="prompts are computed once; not for prefill, batch"
+    )
     parser.add_argument("--decode-short", type=int, default=32)
     parser.add_argument("--decode-long", type=int, default=160)
     parser.add_argument("--decode-repeats", type=int, default=2)

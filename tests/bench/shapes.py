@@ -213,6 +213,7 @@ SHAPES = {
     "gpt-oss-20b": Shape(
         *(2880, 24, 64, 8, 2880, 201088, 15e4, 131072, 64, 32, 4), ("GptOssForCausalLM", "gpt_oss"), GPT_OSS
     ),
+    "qwen2.5-7b": Shape(*(3584, 28, 28, 4, 18944, 152064, 1e6, 32768), family=("Qwen2ForCausalLM", "qwen2")),
     "glm4-9b": Shape(
         *(4096, 40, 32, 2, 13696, 151552, 1e4, 32768),
         family=("Glm4ForCausalLM", "glm4"),

@@ -43,7 +43,7 @@ def test_limits(shape: str, batch: int, weight_bytes: float, kv_bytes: float, to
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rival, out = tmp_path / "rival.jsonl", tmp_path / "ours.jsonl"
     rival.write_text(json.dumps({"what": "prefill", "batch": 1, "input_len": 16, "ttft_ms": 1e6}) + "\n")
-    sizes = "--batches 2 --decode-input-len 8 --decode-short 2 --decode-long 5 --decode-repeats 1 --prefill-lens 16"
+    sizes = "--batches 2 --contexts 8 --decode-short 2 --decode-long 5 --decode-repeats 1 --prefill-lens 16"
     more = "--num-prompts 2 --input-len 8 --output-len 4 --max-model-len 64 --max-num-batched-tokens 256 --repeats 1"
     more += " --measure decode,prefill,throughput,streams,batch --concurrency 1"
     options = f"--shape demo {sizes} {more} --set device=cpu --set memory_bytes=50000000 --rival {rival} --out {out}"
@@ -73,7 +73,8 @@ def test_a_step_is_what_more_tokens_take() -> None:
     bench_engine = _load()
     bench = SimpleNamespace(shape=bench_engine.SHAPES["demo"], max_model_len=64, pool_tokens=1000)
     bench.timed = lambda prompts, num_output: 0.5 + 0.01 * num_output
-    asked = {"decode_short": 2, "decode_long": 5, "decode_input_len": 8, "batches": [2, 200], "decode_repeats": 3}
-    [record, skipped] = measure_decode(bench, Namespace(**asked, weight_bytes=2, kv_bytes=2))
+    asked = {"decode_short": 2, "decode_long": 5, "contexts": [8, 16], "batches": [2, 200], "decode_repeats": 3}
+    [record, skipped, longer, _] = measure_decode(bench, Namespace(**asked, weight_bytes=2, kv_bytes=2))
+    assert (record["context"], longer["context"]) == (8, 16)
     assert (record["tpot_ms"], record["out_tok_s"], record["batch"]) == (10, 200, 2)
     assert skipped["batch"] == 200 and "does not hold it" in skipped["skipped"]

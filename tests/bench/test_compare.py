@@ -89,7 +89,7 @@ def test_the_served_half_runs(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     if bench_triton.missing_server():
         pytest.skip(bench_triton.missing_server())
     out = tmp_path / "served.jsonl"
-    sizes = "--decode-input-len 8 --max-model-len 64 --num-prompts 5 --input-len 8 --output-len 4"
+    sizes = "--contexts 8 --max-model-len 64 --num-prompts 5 --input-len 8 --output-len 4"
     sizes += " --measure throughput,streams --concurrency 3"
     options = f"--shape demo {sizes} --set device=cpu --set memory_bytes=50000000 --clients 2 --out {out}"
     monkeypatch.setattr(sys, "argv", ["bench_triton.py", *options.split()])
