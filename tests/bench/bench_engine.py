@@ -4,7 +4,8 @@
     python tests/bench/bench_engine.py --set quantization=fp8 --set kv_cache_dtype=fp8 --rival vllm.jsonl
 
 Random weights of the shape, random prompts, greedy, ignore_eos, no text, prefix cache off unless asked for. What the
-figures mean is said in measures.py; --rival reads another engine's lines of the same form and adds ratios (above 1: we are faster).
+figures mean is said in measures.py; --rival reads another engine's lines of the same form and adds ratios (above 1: we
+are faster).
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ def test_a_step_is_what_more_tokens_take() -> None:
     bench = SimpleNamespace(shape=bench_engine.SHAPES["demo"], max_model_len=64, pool_tokens=1000)
     bench.timed = lambda prompts, num_output: 0.5 + 0.01 * num_output
     asked = {"decode_short": 2, "decode_long": 5, "contexts": [8, 16], "batches": [2, 200], "decode_repeats": 3}
+    asked["prefix_caching"] = True
     [record, skipped, longer, _] = measure_decode(bench, Namespace(**asked, weight_bytes=2, kv_bytes=2))
     assert (record["context"], longer["context"]) == (8, 16)
     assert (record["tpot_ms"], record["out_tok_s"], record["batch"]) == (10, 200, 2)
