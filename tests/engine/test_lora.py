@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, make_engine, model_worker, run_steps
+from llm_server import parameter
 from lora_adapters import ALL, as_sent, make_adapter, merged
 from safetensors.torch import load_file, save_file
 from slipstream.core.adapters import Matrix, SentAdapter
@@ -19,6 +21,7 @@ from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
+from slipstream.engine.validate import validate
 from slipstream.nn.linear import Linear
 from slipstream_kernels import ops
 from tiny_model import make_tiny_windowed
@@ -307,6 +310,9 @@ def test_sent_weights_that_do_not_fit(
         ({"transposed": True}, "have shapes"),
         ({"remove": "adapter_model.safetensors"}, "has no adapter_model.safetensors"),
         ({"remove": "adapter_config.json"}, "has no adapter_config.json"),
+        ({"config": {"alpha_pattern": {"(": 1}}}, "alpha_pattern of adapter_config.json must hold numbers"),
+        ({"config": {"alpha_pattern": [8]}}, "alpha_pattern of adapter_config.json must hold numbers"),
+        ({"text": "{"}, "adapter_config.json.*not readable as JSON"),
         ({"truncate": 100}, "not a whole safetensors file"),
     ],
 )
@@ -328,7 +334,39 @@ def test_what_cannot_be_served_is_named(
     save_file(tensors, file)
     if "remove" in change:
         (folder / str(change["remove"])).unlink()
+    if "text" in change:
+        (folder / "adapter_config.json").write_text(str(change["text"]))
     if "truncate" in change:
         file.write_bytes(file.read_bytes()[: change["truncate"]])
     with pytest.raises(ConfigError, match=message):
         serving(tiny_llama, {"a": folder})
+    if "fill" not in change:  # validate reads no numbers
+        with pytest.raises(ConfigError, match=f"^lora_modules='?{folder}.*{message}"):
+            validate(model_folder(tmp_path / "llm", tiny_llama, {"a": folder}))
+
+
+def model_folder(folder: Path, checkpoint: Path, adapters: Mapping[str, Path]) -> Path:
+    """To validate, with the adapters in vLLM's file."""
+    (folder / "1").mkdir(parents=True)
+    values = {"model": checkpoint, "device": "cpu", "num_blocks": 64, "enable_lora": "true", "max_lora_rank": 6}
+    text = "".join(parameter(key, value) for key, value in values.items())
+    (folder / "config.pbtxt").write_text(f'backend: "slipstream"\n{text}')
+    named = {name: str(adapter) for name, adapter in adapters.items()}
+    (folder / "1" / "multi_lora.json").write_text(json.dumps(named))
+    return folder
+
+
+def test_validate_says_which_adapters_would_be_served(
+    tiny_llama: Path, adapters: Mapping[str, Path], tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "llm", tiny_llama, adapters)
+    report = validate(folder)
+    assert "slots of rank 6 on the device" in report
+    for name, modules in (("all", "14 modules of rank 4"), ("queries", "4 modules of rank 2")):
+        num_bytes = (adapters[name] / "adapter_model.safetensors").stat().st_size
+        found = re.search(rf"{name}: {modules}, ([\d.]+) MB in host memory, {adapters[name]}", report)
+        assert found is not None and float(found[1]) == pytest.approx(num_bytes / 1e6, abs=0.06)
+    for bad in (b'{"a": 3}', b"\xff"):
+        (folder / "1" / "multi_lora.json").write_bytes(bad)
+        with pytest.raises(ConfigError, match=r"lora_modules=.*multi_lora.json"):
+            validate(folder)

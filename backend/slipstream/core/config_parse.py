@@ -230,7 +230,7 @@ def _adapters(model: ModelConfig, model_dir: Path, version: int) -> str:
     text = model.lora_modules
     for folder in (model_dir, model_dir / str(version)):
         if not text and (folder / MULTI_LORA).is_file():
-            text = (folder / MULTI_LORA).read_text(encoding="utf-8")
+            text = (folder / MULTI_LORA).read_text(encoding="utf-8", errors="replace")
             if not _BY_NAME["lora_modules"].is_good(text):
                 raise ConfigError("lora_modules", str(folder / MULTI_LORA), "must be a JSON object of folders by name")
     found = json.loads(text or "{}").items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import operator
 import threading
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.setting_values import shown
 from slipstream.engine.sent_adapters import SentAdapters
-from slipstream.nn.adapter_files import read_adapter
+from slipstream.nn.adapter_files import AdapterModel, ranks_of, read_adapter
 from slipstream.nn.load import lora_targets, planned_model
 from slipstream.nn.lora import LoraPair
 from slipstream.nn.models.family import FAMILIES
@@ -35,16 +36,15 @@ class Adapters:
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, hardware: Hardware) -> None:
         self._config, self._hardware = config, hardware
-        self._family = FAMILIES.get(spec.architecture)
         self._by_name: dict[str, Adapter] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         if config.enable_lora:
-            self._targets = lora_targets(planned_model(config, spec, hardware.dtype, hardware.device)).targets
+            self._model = _adapter_model(config, spec, hardware)
             limit = config.lora_cache_bytes
-            self._sent = SentAdapters(self._targets, config.max_lora_rank, hardware.dtype, self._numbers, limit)
-            for name, folder in json.loads(config.lora_modules or "{}").items():
-                self._put(self._read(name, Path(folder)))
+            self._sent = SentAdapters(self._model.targets, config.max_lora_rank, hardware.dtype, self._numbers, limit)
+            for name, folder in _named_folders(config):
+                self._put(self._read(name, folder))
 
     @property
     def names(self) -> list[str]:
@@ -103,8 +103,7 @@ class Adapters:
             raise RequestError("lora_name", f"{limit} adapters are loaded, accepted: at most max_cpu_loras={limit}")
 
     def _read(self, name: str, folder: Path) -> Adapter:
-        max_rank, dtype = self._config.max_lora_rank, self._hardware.dtype
-        pairs = read_adapter(folder, self._targets, self._family, max_rank, dtype)
+        pairs = read_adapter(folder, self._model, self._hardware.dtype)
         num_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
         if self._hardware.device.type == "cuda":  # for copies that the engine's thread does not wait for
             pairs = {module: LoraPair(pair.a.pin_memory(), pair.b.pin_memory()) for module, pair in pairs.items()}
@@ -115,3 +114,26 @@ class Adapters:
         with self._lock:
             self._check_room(adapter.name)
             self._by_name[adapter.name] = adapter
+
+
+def adapter_report(config: ModelConfig, spec: DecoderSpec, hardware: Hardware) -> str:
+    """What lora_modules would load, a line for each adapter, from the headers of its file. Raises ConfigError."""
+    model = _adapter_model(config, spec, hardware)
+    lines = [f"adapters: {config.max_loras} slots of rank {config.max_lora_rank} on the device"]
+    for name, folder in _named_folders(config):
+        ranks = ranks_of(folder, model)
+        sizes = (model.targets[module].in_features + model.targets[module].out_features for module in ranks)
+        num_bytes = hardware.dtype.itemsize * sum(map(operator.mul, ranks.values(), sizes))
+        low, high = min(ranks.values()), max(ranks.values())
+        rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+        lines.append(f"  {name}: {len(ranks)} modules of {rank}, {num_bytes / 1e6:.1f} MB in host memory, {folder}")
+    return "\n".join(lines)
+
+
+def _adapter_model(config: ModelConfig, spec: DecoderSpec, hardware: Hardware) -> AdapterModel:
+    targets = lora_targets(planned_model(config, spec, hardware.dtype, hardware.device)).targets
+    return AdapterModel(targets, FAMILIES.get(spec.architecture), config.max_lora_rank)
+
+
+def _named_folders(config: ModelConfig) -> list[tuple[str, Path]]:
+    return [(name, Path(folder)) for name, folder in json.loads(config.lora_modules or "{}").items()]

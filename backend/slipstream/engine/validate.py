@@ -1,7 +1,8 @@
 """`slipstream validate`: checks a model folder as a load would, without a server and without reading weights.
 
-Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and works out the memory plan, with the code
-of a load, so that the two cannot disagree. Needs the protobuf classes of tritonclient to read config.pbtxt.
+Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and the headers of adapters, and works out
+the memory plan, with the code of a load, so that the two cannot disagree. Needs the protobuf classes of tritonclient to
+read config.pbtxt.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ def _exit_timeout(serving: ServingConfig) -> str:
 
 
 def _plan(config: EngineConfig) -> str:
+    from slipstream.engine.adapters import adapter_report
     from slipstream.engine.placement import placed
     from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
     from slipstream.nn.load import check_model
@@ -147,6 +149,8 @@ def _plan(config: EngineConfig) -> str:
     if config.model.load_format != "null":
         check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware))) + _ranks(hardware, config)
+    if config.model.enable_lora:
+        plan += "\n" + adapter_report(config.model, spec, hardware)
     defaults = with_generation_defaults(config, checkpoint).serving.generation_defaults
     told = ", ".join(f"{name}={value}" for name, value in defaults)
     return f"{plan}\nsampling defaults of generation_config.json: {told}" if told else plan

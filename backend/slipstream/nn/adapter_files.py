@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,41 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 
 
-def read_adapter(
-    folder: Path, targets: Mapping[str, LoraTarget], family: Family, max_rank: int, dtype: torch.dtype
-) -> dict[str, LoraPair]:
+@dataclass(frozen=True)
+class AdapterModel:
+    """What an adapter must fit: the modules that it may change, their names' family, the rank of a slot."""
+
+    targets: Mapping[str, LoraTarget]
+    family: Family
+    max_rank: int
+
+
+def read_adapter(folder: Path, model: AdapterModel, dtype: torch.dtype) -> dict[str, LoraPair]:
     """Pairs by module, on the host in `dtype`, b with the scale in it. Raises ConfigError naming what is wrong."""
+    with _opened(folder, model) as (config, tensors, pairs):
+        read = {}
+        for module, (name_a, name_b) in pairs.items():
+            a, b = tensors.get_tensor(name_a).float(), tensors.get_tensor(name_b).float()
+            scale = _scale(config, _NAME.sub(r"\1", name_a).removeprefix(_PREFIX), len(a))
+            read[module] = finite_pair(module, a.to(dtype), (b * scale).to(dtype))
+        return read
+
+
+def ranks_of(folder: Path, model: AdapterModel) -> dict[str, int]:
+    """Of each module. Reads the headers alone; raises what read_adapter raises, but for numbers that are not finite."""
+    with _opened(folder, model) as (_, tensors, pairs):
+        return {module: tensors.get_slice(name_a).get_shape()[0] for module, (name_a, _) in pairs.items()}
+
+
+@contextmanager
+def _opened(folder: Path, model: AdapterModel) -> Iterator[tuple[dict[str, Any], Any, dict[str, tuple[str, str]]]]:
+    """(adapter_config.json, the tensors, names of A and B by module), checked. Raises ConfigError."""
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(FIELD, str(folder), f"has no {CONFIG_FILE}; accepted: a folder that PEFT has saved")
-    config = read_json(folder / CONFIG_FILE)
+    try:
+        config = read_json(folder / CONFIG_FILE)
+    except ConfigError as error:
+        raise ConfigError(FIELD, str(folder / CONFIG_FILE), error.accepted) from error
     _check_config(config, folder)
     file = folder / TENSOR_FILE
     if not file.is_file():
@@ -56,12 +86,7 @@ def read_adapter(
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
             headers = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-            read = {}
-            for module, names in _pairs_of(headers, targets, family, max_rank, file).items():
-                a, b = (tensors.get_tensor(name).float() for name in names)
-                scale = _scale(config, _NAME.sub(r"\1", names[0]).removeprefix(_PREFIX), len(a))
-                read[module] = finite_pair(module, a.to(dtype), (b * scale).to(dtype))
-            return read
+            yield config, tensors, _pairs_of(headers, model, file)
     except (SafetensorError, OSError) as error:
         raise ConfigError(FIELD, str(file), f"not a whole safetensors file: {error}") from error
 
@@ -80,6 +105,17 @@ def _check_config(config: Mapping[str, object], folder: Path) -> None:
             raise ConfigError(FIELD, str(folder), f"{name}={value!r} of {CONFIG_FILE} is not served")
     if not isinstance(config.get("r", 8), int) or not isinstance(config.get("lora_alpha", 8), int | float):
         raise ConfigError(FIELD, str(folder), f"r and lora_alpha of {CONFIG_FILE} must be numbers")
+    if not _are_patterns(config.get("alpha_pattern") or {}):
+        raise ConfigError(FIELD, str(folder), f"alpha_pattern of {CONFIG_FILE} must hold numbers by pattern")
+
+
+def _are_patterns(patterns: object) -> bool:
+    if not isinstance(patterns, dict) or not all(isinstance(alpha, int | float) for alpha in patterns.values()):
+        return False
+    try:
+        return all(re.compile(pattern) for pattern in patterns)
+    except re.error:
+        return False
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -91,19 +127,15 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _pairs_of(
-    headers: Mapping[str, tuple[tuple[int, ...], str]],
-    targets: Mapping[str, LoraTarget],
-    family: Family,
-    max_rank: int,
-    file: Path,
+    headers: Mapping[str, tuple[tuple[int, ...], str]], model: AdapterModel, file: Path
 ) -> dict[str, tuple[str, str]]:
     """Module -> names of its A and B in the file. Raises ConfigError for what the model cannot take."""
     found: dict[str, dict[str, str]] = {}
     for name in headers:
         match = _NAME.fullmatch(name)
-        module = "" if match is None else family.read_as(match[1].removeprefix(_PREFIX))
-        if match is None or module not in targets:
-            of_model = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
+        module = "" if match is None else model.family.read_as(match[1].removeprefix(_PREFIX))
+        if match is None or module not in model.targets:
+            of_model = ", ".join(sorted({target.rpartition(".")[2] for target in model.targets}))
             raise ConfigError(
                 FIELD, str(file), f"{name} is of no module that adapters may change; accepted: {of_model}"
             )
@@ -114,15 +146,16 @@ def _pairs_of(
         if len(pair) < 2:
             raise ConfigError(FIELD, str(file), f"{module} has lora_{next(iter(pair))} alone; accepted: A and B")
         (shape_a, type_a), (shape_b, type_b) = headers[pair["A"]], headers[pair["B"]]
-        target, rank = targets[module], shape_a[0] if shape_a else 0
+        target, rank = model.targets[module], shape_a[0] if shape_a else 0
         expected = (rank, target.in_features), (target.out_features, rank)
         if (shape_a, shape_b) != expected:
             shapes = (
                 f"{list(shape_a)} and {list(shape_b)}, the model implies {list(expected[0])} and {list(expected[1])}"
             )
             raise ConfigError(FIELD, str(file), f"A and B of {module} have shapes {shapes}")
-        if not 0 < rank <= max_rank:
-            raise ConfigError(FIELD, str(file), f"{module} has rank {rank}; accepted: 1 to max_lora_rank={max_rank}")
+        if not 0 < rank <= model.max_rank:
+            limit = f"accepted: 1 to max_lora_rank={model.max_rank}"
+            raise ConfigError(FIELD, str(file), f"{module} has rank {rank}; {limit}")
         if not {type_a, type_b} <= set(_FLOATS):
             raise ConfigError(
                 FIELD, str(file), f"{module} has types {type_a}, {type_b}; accepted: {', '.join(_FLOATS)}"
