@@ -5,7 +5,7 @@
 
 Random weights of the shape, random prompts, greedy. ttft: one prompt, computed in full. tpot: decodes behind contexts
 that are registered as cached but never computed, as their values do not change the time. beside: the time between two
-tokens of streams, quiet and while a prompt is computed, for values of max_mixed_prefill_tokens.
+tokens of streams, quiet and while a prompt is computed, for values of max_mixed_prefill_tokens and max_mixed_step_ms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(TESTS / "support"))
 from bench_engine import EngineBench  # noqa: E402
 from measures import Record, draw_prompts, emit, numbers, parser_of  # noqa: E402
 from registered_prefix import register_prefix  # noqa: E402
-from slipstream.core.prefill_budget import PrefillBudget  # noqa: E402
+from slipstream.core.prefill_budget import PrefillBudget, StepPace  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 
 NUM_WARM = 8  # steps
@@ -83,18 +83,24 @@ def measure_beside(bench: EngineBench, arguments: argparse.Namespace) -> Iterato
     streams = bench.submit(draw_prompts(bench.shape, arguments.streams, arguments.stream_len), arguments.stream_tokens)
     decode(bench, streams, NUM_WARM)
     scheduler, length = bench.engine.scheduler, (arguments.beside_length or arguments.length) - 2
-    for seed, limit in enumerate(arguments.limits):
-        quiet = gaps(bench, streams[0], arguments.quiet_steps)
+    settings = [(limit, arguments.step_ms[0]) for limit in arguments.limits]
+    settings += [(arguments.limits[0], step_ms) for step_ms in arguments.step_ms[1:]]
+    for seed, (limit, step_ms) in enumerate(settings):
         most = limit or scheduler.config.max_num_batched_tokens
-        scheduler.prefill_budget = PrefillBudget(most, bench.engine.spec.attention_parity)
+        pace = StepPace(step_ms * 1e-3)
+        scheduler.prefill_budget = PrefillBudget(most, bench.engine.spec.attention_parity, pace)
+        [warm] = bench.submit(draw_prompts(bench.shape, 1, min(2048, length), 1000 + seed), 1)
+        gaps(bench, streams[0], until=warm)  # what a token takes is known in a server that has served
+        quiet = gaps(bench, streams[0], arguments.quiet_steps)
         start = time.perf_counter()
-        [prompt] = bench.submit(draw_prompts(bench.shape, 1, length, seed), 1)
+        [prompt] = bench.submit(draw_prompts(bench.shape, 1, length, 2000 + seed), 1)  # not in the cache
         during = gaps(bench, streams[0], until=prompt)
         ttft = time.perf_counter() - start
         assert not streams[0].is_finished, "the streams ended before the prompt: raise --stream-tokens"
         yield {"what": "beside", "streams": arguments.streams, "input_len": length, "limit_tokens": most,
-               "steps": len(during), "ttft_ms": round(ttft * 1e3, 1), "quiet_ms": percentiles(quiet),
-               "during_ms": percentiles(during), "p99_ratio": round(p99(during) / p99(quiet), 2)}  # fmt: skip
+               "step_ms": step_ms, "steps": len(during), "ttft_ms": round(ttft * 1e3, 1),
+               "quiet_ms": percentiles(quiet), "during_ms": percentiles(during),
+               "p99_ratio": round(p99(during) / p99(quiet), 2)}  # fmt: skip
     for stream in streams:
         bench.engine.finish(stream)
     step_until(bench, lambda: not bench.engine.has_work)
@@ -136,6 +142,8 @@ def main() -> None:
     parser.add_argument("--beside-length", type=int, default=0, help="of the prompt beside them; 0: --length")
     parser.add_argument("--quiet-steps", type=int, default=300)
     parser.add_argument("--limits", type=numbers, default=[0], help="values of max_mixed_prefill_tokens")
+    step_ms = "values of max_mixed_step_ms: the first with all limits, the others with the first limit"
+    parser.add_argument("--step-ms", type=numbers, default=[0], help=step_ms)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
     parser.set_defaults(batches=[1, 4])
     arguments = parser.parse_args()

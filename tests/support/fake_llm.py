@@ -14,6 +14,7 @@ from slipstream.core.config import SchedulerConfig
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.core.outputs import StepOutput
+from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
@@ -148,7 +149,8 @@ def make_llm(
     **config: object,
 ) -> FakeLLM:
     cache, scheduling = KVCacheManager(num_blocks, SIZE, caching, groups=groups), SchedulerConfig(**config)  # type: ignore[arg-type]
-    return FakeLLM(Scheduler(scheduling, cache, max_model_len, attention_parity=attention_parity))
+    budget = PrefillBudget.of(scheduling, attention_parity)
+    return FakeLLM(Scheduler(scheduling, cache, max_model_len, prefill_budget=budget))
 
 
 def make_request(prompt: list[int] | int, max_tokens: int = 8, priority: int = 0, **params: object) -> Request:

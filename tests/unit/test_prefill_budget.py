@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from statistics import median
 
 import pytest
 from fake_llm import FakeLLM, make_llm, make_request
-from slipstream.core.prefill_budget import MIN_CHUNK, PrefillBudget
+from slipstream.core.config import SchedulerConfig
+from slipstream.core.outputs import StepOutput
+from slipstream.core.prefill_budget import AUTO_RATIO, AUTO_STEP_SECONDS, MIN_CHUNK, PrefillBudget, StepPace
 from slipstream.core.request import Request
+from slipstream.core.step import ScheduledStep
 
 PARITY = 1000.0
 
 
+def step_of(num_decodes: int) -> ScheduledStep:
+    return ScheduledStep(requests=[make_request(3) for _ in range(num_decodes)])
+
+
 def test_tokens_count_by_their_context() -> None:
     budget = PrefillBudget(1200, PARITY)
-    budget.begin_step(num_decodes=3)
+    budget.begin_step(step_of(3))
     assert budget.take(0, 300, 4096) == 300
     assert budget.take(2000, 5000, 4096) == 300  # 900 left, three for each
     assert budget.take(0, 5000, 4096) == 0
-    budget.begin_step(num_decodes=3)
+    budget.begin_step(step_of(3))
     assert budget.take(9000, 5000, 4096) == MIN_CHUNK  # 120 would fit
     assert budget.take(0, 1, 4096) == 0
-    budget.begin_step(num_decodes=3)
+    budget.begin_step(step_of(3))
     assert budget.take(0, 5000, 70) == 70
 
 
 def test_a_limit_below_the_least_chunk_holds() -> None:
     budget = PrefillBudget(32, PARITY)
-    budget.begin_step(num_decodes=1)
+    budget.begin_step(step_of(1))
     assert budget.take(100_000, 5000, 4096) == 32
 
 
 def test_without_decodes_or_chunks_there_is_no_limit() -> None:
     for limit, num_decodes in ((16, 0), (None, 5)):
         budget = PrefillBudget(limit, PARITY)
-        budget.begin_step(num_decodes)
+        budget.begin_step(step_of(num_decodes))
         assert [budget.take(50_000, 3000, 4096), budget.take(0, 2000, 1096)] == [3000, 1096]
 
 
@@ -86,5 +94,127 @@ def test_whole_prompts_stay_whole_without_chunked_prefill() -> None:
 
 def test_no_parity_means_equal_tokens() -> None:
     budget = PrefillBudget(100, math.inf)
-    budget.begin_step(1)
+    budget.begin_step(step_of(1))
     assert budget.take(10**6, 500, 4096) == 100
+
+
+class SimulatedDevice:
+    """Steps one after another, as a scheduler that runs a step ahead sees them: seconds of decodes, of a prompt's token
+    without a context, of a step with a prompt besides, and now and then a step that waits for something."""
+
+    def __init__(
+        self, pace: StepPace | None, quiet_s: float = 0.005, token_s: float = 25e-6, parity: float = PARITY
+    ) -> None:
+        self.now, self.quiet_s, self.token_s, self.parity = 100.0, quiet_s, token_s, parity
+        self.budget = PrefillBudget(4096, parity, pace, clock=lambda: self.now)
+        self._last: ScheduledStep | None = None
+        self._last_s = 0.0
+
+    def step(
+        self, num_decodes: int, num_computed: int = 0, num_missing: int = 0, stall_s: float = 0.0
+    ) -> tuple[int, float]:
+        """Returns the prompt's tokens in the step, and its seconds."""
+        step = step_of(num_decodes)
+        self.budget.begin_step(step)
+        num_new = self.budget.take(num_computed, num_missing, 4096) if num_missing else 0
+        step.requests += [make_request(3)] * (num_new > 0)
+        seconds = self.quiet_s * (num_decodes > 0) + stall_s
+        seconds += 0.002 * (num_new > 0) + self.token_s * num_new * (1 + num_computed / self.parity)
+        if self._last is not None:
+            self.now += self._last_s
+            self.budget.note_done(self._last)
+        self._last, self._last_s = step, seconds
+        return num_new, seconds
+
+    def idle(self, seconds: float) -> None:
+        assert self._last is not None
+        self.now += self._last_s
+        self.budget.note_done(self._last)
+        self.now, self._last = self.now + seconds, None
+
+    def prompt(self, num_tokens: int, num_decodes: int, num_cached: int = 0) -> list[float]:
+        """Seconds of the steps that compute a prompt."""
+        computed, found = num_cached, []
+        while computed < num_tokens:
+            num_new, seconds = self.step(num_decodes, computed, num_tokens - computed)
+            computed += num_new
+            found.append(seconds)
+        return found
+
+
+def warmed(pace: StepPace | None, **sizes: float) -> SimulatedDevice:
+    device = SimulatedDevice(pace, **sizes)
+    device.prompt(3000, num_decodes=0)
+    for _ in range(20):
+        device.step(8)
+    return device
+
+
+@pytest.mark.parametrize("wanted_s", [0.0, 0.012, 0.04])
+def test_steps_take_as_long_as_they_may_from_a_prompts_beginning_to_its_end(wanted_s: float) -> None:
+    device = warmed(StepPace(wanted_s))
+    target = wanted_s or AUTO_STEP_SECONDS
+    found = device.prompt(30_000, num_decodes=8)
+    least = 0.005 + 0.002 + MIN_CHUNK * 31 * 25e-6  # MIN_CHUNK tokens at the prompt's end
+    assert max(found[3:]) <= max(1.1 * target, 1.01 * least)
+    assert min(found[3:-1]) >= 0.85 * target
+    assert found[0] < 1.5 * target  # known from the prompt before
+
+
+def test_without_a_pace_steps_are_bounded_by_tokens_alone() -> None:
+    device = warmed(None)
+    assert max(device.prompt(30_000, num_decodes=8)) > 0.1
+
+
+def test_many_decodes_leave_prompts_their_share() -> None:
+    """Three quiet steps, where decodes alone take nearly as long as the automatic bound. A setting holds literally."""
+    slow, bounded = warmed(StepPace(), quiet_s=0.02), warmed(StepPace(0.025), quiet_s=0.02)
+    assert 0.85 * AUTO_RATIO * 0.02 <= median(slow.prompt(4000, 8)) <= 1.1 * AUTO_RATIO * 0.02
+    assert median(bounded.prompt(800, 8)) <= 1.1 * 0.025
+    late = warmed(StepPace(0.01), quiet_s=0.02)  # nothing is left: a prompt advances all the same
+    assert [late.step(8, 0, 3000)[0] for _ in range(3)] == [MIN_CHUNK] * 3
+
+
+def test_a_step_that_stalls_changes_little() -> None:
+    device = warmed(StepPace())
+    device.prompt(6000, 8)
+    before = device.step(8, 2000, 3000)[0]
+    device.step(8, 2000, 3000, stall_s=2.0)
+    device.step(8, 2000, 3000)
+    assert device.step(8, 2000, 3000)[0] >= 0.8 * before
+
+
+def test_a_step_after_an_idle_time_is_measured_from_its_beginning() -> None:
+    device = warmed(StepPace())
+    before = device.step(8, 0, 3000)[0]
+    for _ in range(8):
+        device.idle(5.0)
+        device.step(0, 0, 1000)
+    assert device.step(8, 0, 3000)[0] >= 0.5 * before
+
+
+def test_the_scheduler_measures_its_steps() -> None:
+    llm = make_llm(max_num_batched_tokens=600, num_blocks=2000, max_model_len=6000)
+    now = [0.0]
+    llm.scheduler.prefill_budget = PrefillBudget(600, math.inf, StepPace(0.02), clock=lambda: now[0])
+    commit = llm.scheduler.commit
+
+    def slow_commit(step: ScheduledStep, sampled: list[list[int]]) -> list[StepOutput]:
+        now[0] += 0.01 + 1e-4 * (step.total_num_scheduled_tokens - step.num_decodes)
+        return commit(step, sampled)
+
+    llm.scheduler.commit = slow_commit  # type: ignore[method-assign]
+    llm.scheduler.add(make_request(500, 2000))
+    llm.step()
+    llm.step()
+    llm.scheduler.add(prompt := make_request(3000, 4))
+    found = [new for _, new, _ in chunks(llm, prompt)]
+    assert sum(found) == 3000
+    assert all(MIN_CHUNK <= new <= 160 for new in found[:-1]), found  # 100 tokens fit 20 ms
+
+
+def test_a_bound_that_is_set_holds_on_a_cpu_too() -> None:
+    is_paced = [PrefillBudget.of(SchedulerConfig(max_mixed_step_ms=ms))._pace is not None for ms in (0, 30)]
+    assert is_paced == [False, True]
+    whole = SchedulerConfig(max_mixed_step_ms=30, enable_chunked_prefill=False)
+    assert PrefillBudget.of(whole)._pace is None

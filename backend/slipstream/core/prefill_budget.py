@@ -2,39 +2,100 @@
 
 A token of a prompt attends to all tokens before it, so chunks of equal length take longer and longer. Here tokens are
 weighed by the context that they attend to, so steps take about equally long from a long prompt's beginning to its end.
+What such a token takes is measured, so steps can be bounded by time as well.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
 
 from slipstream.core.config import SchedulerConfig
+from slipstream.core.step import ScheduledStep
 
 # Chunks of fewer tokens read all weights and keys for a few rows. Of a 32k context 64 rows take longer than 128, which
 # get another kernel (docs/measurements/attention.md).
 MIN_CHUNK = 128
+# Without a setting: what a step with decodes and prompts takes, and at least so many times a step of decodes alone, so
+# that prompts get two thirds of the time however many requests decode.
+AUTO_STEP_SECONDS = 0.025
+AUTO_RATIO = 3.0
+_NUM_RATES = 7  # steps whose median counts: one that compiles or waits for the host changes nothing
+_NUM_QUIET = 15
+
+
+class StepPace:
+    """How many weighed tokens of prompts make a step with decodes as long as it may be, by the last steps' times.
+
+    max_step_s: 0: AUTO_STEP_SECONDS or AUTO_RATIO quiet steps, whichever is more.
+    """
+
+    def __init__(self, max_step_s: float = 0.0) -> None:
+        self._max_step_s = max_step_s
+        self._quiet: deque[float] = deque(maxlen=_NUM_QUIET)  # seconds of steps without prompts
+        self._rates: deque[float] = deque(maxlen=_NUM_RATES)  # seconds of a weighed token
+        self._quiet_s = self._rate = 0.0  # their medians
+
+    @property
+    def most_tokens(self) -> float:
+        """Without a context; inf until a step with a prompt was measured."""
+        if not self._rates:
+            return math.inf
+        target = self._max_step_s or max(AUTO_STEP_SECONDS, AUTO_RATIO * self._quiet_s)
+        return max(0.0, target - self._quiet_s) / self._rate
+
+    def note(self, weight: float, has_decodes: bool, seconds: float) -> None:
+        """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them."""
+        if not weight:
+            self._quiet.append(seconds)
+            self._quiet_s = median(self._quiet)
+        elif weight >= MIN_CHUNK or not self._rates:  # fewer take as long as their launches
+            excess = seconds - self._quiet_s if has_decodes else seconds
+            self._rates.append(max(excess, 0.01 * seconds, 1e-9) / weight)
+            self._rate = median(self._rates)
 
 
 class PrefillBudget:
     """Prompt tokens that a step with decodes may still take; without decodes there is no limit.
 
     limit: tokens without a context; None: no limit. attention_parity: cached tokens at which the attention of a token
-    costs as much as all its products: there a token counts double.
+    costs as much as all its products: there a token counts double. pace: bounds them by time as well.
     """
 
-    def __init__(self, limit: int | None, attention_parity: float) -> None:
+    def __init__(
+        self,
+        limit: int | None,
+        attention_parity: float = math.inf,
+        pace: StepPace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit = math.inf if limit is None else float(limit)
         self._parity = attention_parity
-        self._left = math.inf
+        self._pace = pace if limit is not None else None
+        self._clock = clock
+        self._step = ScheduledStep()
+        self._full = self._left = math.inf
+        self._last_noted = 0.0
 
     @classmethod
-    def of(cls, config: SchedulerConfig, attention_parity: float) -> PrefillBudget:
-        """Prompts that must not be split have no limit."""
+    def of(cls, config: SchedulerConfig, attention_parity: float = math.inf, is_paced: bool = False) -> PrefillBudget:
+        """Prompts that must not be split have no limit. is_paced: whether time is a limit without a setting, too."""
         limit = config.max_mixed_prefill_tokens or config.max_num_batched_tokens
-        return cls(limit if config.enable_chunked_prefill else None, attention_parity)
+        has_pace = is_paced or config.max_mixed_step_ms > 0
+        pace = StepPace(config.max_mixed_step_ms * 1e-3) if has_pace else None
+        return cls(limit if config.enable_chunked_prefill else None, attention_parity, pace)
 
-    def begin_step(self, num_decodes: int) -> None:
-        self._left = self._limit if num_decodes else math.inf
+    def begin_step(self, step: ScheduledStep) -> None:
+        """step: with its decodes."""
+        self._step, step.num_decodes = step, len(step.requests)
+        step.scheduled_at = self._clock()
+        self._full = self._limit if step.num_decodes else math.inf
+        if self._pace is not None and step.num_decodes:
+            self._full = min(self._limit, max(MIN_CHUNK, self._pace.most_tokens))
+        self._left = self._full
 
     def take(self, num_computed: int, num_missing: int, budget: int) -> int:
         """How many of a prompt's missing tokens the step computes; 0 if it is full. budget: tokens left in the step.
@@ -43,8 +104,16 @@ class PrefillBudget:
         """
         weight = 1.0 + num_computed / self._parity
         most = self._left / weight
-        if self._left == self._limit:
+        if self._left == self._full:
             most = max(most, min(MIN_CHUNK, self._limit))
         num_new = int(min(num_missing, budget, most))
         self._left = max(0.0, self._left - num_new * weight)
+        self._step.prefill_weight += num_new * weight
         return num_new
+
+    def note_done(self, step: ScheduledStep) -> None:
+        """Measure a step whose result has come: since it was scheduled or, if later, the one before it was done."""
+        now = self._clock()
+        if self._pace is not None and step.requests:
+            self._pace.note(step.prefill_weight, step.num_decodes > 0, now - max(self._last_noted, step.scheduled_at))
+        self._last_noted = now

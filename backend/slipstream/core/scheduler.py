@@ -11,7 +11,6 @@ commit.
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +52,7 @@ class Scheduler:
         max_model_len: int,
         stats: Stats | None = None,
         planner: DraftPlanner | None = None,
-        attention_parity: float = math.inf,
+        prefill_budget: PrefillBudget | None = None,
         num_adapter_slots: int = 0,
     ) -> None:
         if config.policy not in SCHEDULER_POLICIES:
@@ -69,7 +68,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._num_added = 0
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
-        self.prefill_budget = PrefillBudget.of(config, attention_parity)
+        self.prefill_budget = prefill_budget or PrefillBudget.of(config)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
         self.expiries, self.adapters = ExpiryQueue(), AdapterSlots(num_adapter_slots)
         self.num_microbatches = 1  # above 1: steps in flight, none of which has a request with a token in another
@@ -164,7 +163,7 @@ class Scheduler:
         if self._running:
             share = decode_share(budget, len(self._running), self.num_microbatches)
             budget -= share - self._schedule_decodes(step, share, prefills)
-        self.prefill_budget.begin_step(len(step.requests))
+        self.prefill_budget.begin_step(step)
         can_admit = admits and bool(self._waiting) and not step.preempted
         self.adapters.begin_step()
         if prefills:
@@ -286,6 +285,7 @@ class Scheduler:
         is False; the lists become StepOutput.new_token_ids, truncated after the token that ends the request.
         Returns outputs in step order: none for requests finished meanwhile, one for those preempted meanwhile.
         """
+        self.prefill_budget.note_done(step)
         now_ns = time.time_ns()
         block_size = self.cache.block_size
         outputs: list[StepOutput] = []

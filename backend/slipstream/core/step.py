@@ -31,7 +31,7 @@ class ScheduledStep:
     """Aligned lists, as ScheduledRequest names them: decodes first, then prefills. Empty when nothing can run.
 
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
-    adapters: that have to be in slots before.
+    adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at: of core/prefill_budget.py.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -43,6 +43,9 @@ class ScheduledStep:
     preempted: list[Request] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
     adapters: list[tuple[int, Adapter]] = field(default_factory=list)
+    num_decodes: int = 0
+    prefill_weight: float = 0.0
+    scheduled_at: float = 0.0
     _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod

@@ -27,6 +27,7 @@ from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
+from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.start_up import StartUp
@@ -110,10 +111,9 @@ class Engine:
         reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
         self._events = open_kv_events(settings, config.parallel.replica.index)
         cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups, self._events)
-        self.scheduler = Scheduler(
-            config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity,
-            config.model.max_loras if config.model.enable_lora else 0,
-        )  # fmt: skip
+        budget = PrefillBudget.of(config.scheduler, self.spec.attention_parity, hardware.device.type == "cuda")
+        num_slots = config.model.max_loras if config.model.enable_lora else 0
+        self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner, budget, num_slots)
         self._num_ahead, self.scheduler.num_microbatches = steps_in_flight(config, hardware)
         self._in_flight: deque[InFlightStep] = deque()
         self._ahead: AheadStep | None = None
