@@ -5,7 +5,10 @@ Everywhere: what the compiler makes of it, and what is chosen.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_attention as cuda_prefill
 from slipstream_kernels.attention.cuda import prefill_stage
 from slipstream_kernels.attention.paged_attention import paged_attention
+from slipstream_kernels.cuda import build
 from tolerances import ATTENTION
 
 # Around the edges of tiles (128 rows of tokens x heads, 128 keys) and blocks; single tokens, chunks, padding.
@@ -216,14 +220,41 @@ def test_does_not_depend_on_the_batch_or_on_chunks(hopper) -> None:
         start += size
 
 
-def test_keys_are_split_where_tiles_are_few() -> None:
-    def splits(num_tokens: int, max_seq_len: int, num_requests: int = 1) -> int:
-        return 1 << cuda_prefill.splits_log2(4 * num_tokens, num_requests, 8, max_seq_len, 132)
+@pytest.fixture(scope="module")
+def splits_check(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("splits") / "check"
+    source = root / "tests" / "kernels" / "prefill_splits_check.cc"
+    flags = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover"]
+    subprocess.run([compiler, *flags, f"-I{build.DEVICE_CODE}", str(source), "-o", str(program)], check=True)
+    return program
 
-    assert [splits(n, 32768) for n in (17, 64, 128, 256, 264, 512, 4096)] == [8, 8, 4, 2, 2, 1, 1]
-    assert splits(128, 2048) == 1  # short: the tile is done before its parts could be added
-    assert splits(128, 32768, num_requests=16) == 4
-    assert splits(64, 32768, num_requests=512) == 1  # more tiles than there are counters
+
+@pytest.mark.parametrize(
+    ("num_items", "num_sms", "num_whole", "num_splits"),
+    [
+        (8, 132, 0, 8),
+        (32, 132, 0, 4),
+        (40, 132, 0, 3),
+        (64, 132, 0, 2),
+        (88, 132, 0, 3),  # two waves of thirds
+        (130, 132, 130, 1),
+        (132, 132, 132, 1),
+        (176, 132, 132, 3),
+        (1024, 132, 1024, 1),  # 100 in the last wave
+        (7 * 132 + 44, 132, 7 * 132, 3),
+        (0, 132, 0, 1),
+        (30, 16, 30, 1),
+        (36, 16, 32, 4),
+    ],
+)
+def test_keys_are_split_in_a_last_wave_that_is_not_full(
+    num_items: int, num_sms: int, num_whole: int, num_splits: int, splits_check: Path
+) -> None:
+    done = subprocess.run([splits_check, str(num_items), str(num_sms)], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{num_whole} {num_splits}\n"
 
 
 @pytest.mark.parametrize("option", ["window", "all", "none"])
@@ -238,13 +269,35 @@ def test_split_keys_are_added_up(hopper, kv_dtype, option) -> None:
     all_options = {"sliding_window": 4000, "alibi_slopes": slopes, "soft_cap": 5.0, "sinks": sinks}
     chosen = {"window": {"sliding_window": 3000, "sinks": sinks}, "all": all_options, "none": {}}[option]
     keywords = moved.keywords() | chosen | {"max_seq_len": 4700, "backend": "cuda"}
-    assert cuda_prefill.splits_log2(4 * sum(queries), 4, 2, 4700, 132) == 3
     out = paged_attention(*moved.tensors(), **keywords)
     assert torch.equal(out, paged_attention(*moved.tensors(), **keywords))
     plain = paged_attention(*moved.tensors(), **keywords | {"backend": "triton"})
     rtol, atol = ATTENTION[torch.bfloat16]
     torch.testing.assert_close(out[: sum(queries[:3])], plain[: sum(queries[:3])], rtol=2 * rtol, atol=2 * atol)
     assert (out[sum(queries[:3]) :] == 0).all()
+
+
+def test_splits_do_not_depend_on_the_capacity_of_a_graph(hopper) -> None:
+    """Bit for bit: a chunk after a long prefix alone, and before padding requests of a token or none."""
+    case = make_case([128, 1, 1, 0], [5000, 0, 0, 0], (32, 8, 128, 64), torch.bfloat16, FP8, seed=12).to(hopper)
+    keywords = case.keywords() | {"max_seq_len": 8192, "backend": "cuda"}
+    q, key_cache, value_cache, block_tables, query_start_loc, seq_lens = case.tensors()
+    padded = paged_attention(*case.tensors(), **keywords)
+    tensors = q[:128], key_cache, value_cache, block_tables[:1], query_start_loc[:2], seq_lens[:1]
+    assert torch.equal(padded[:128], paged_attention(*tensors, **keywords))
+    assert (padded[128:] == 0).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=str)
+def test_a_last_wave_is_split(hopper, kv_dtype) -> None:
+    """Tiles of more than one wave: 44 of 176 are shared by several CTAs each, on 132 SMs."""
+    case = make_case([698], [6000], (32, 8, 128, 64), torch.bfloat16, kv_dtype, seed=13).to(hopper)
+    keywords = case.keywords() | {"max_seq_len": 6000}
+    out = paged_attention(*case.tensors(), **keywords, backend="cuda")
+    assert torch.equal(out, paged_attention(*case.tensors(), **keywords, backend="cuda"))
+    plain = paged_attention(*case.tensors(), **keywords, backend="triton")
+    rtol, atol = ATTENTION[torch.bfloat16]
+    torch.testing.assert_close(out, plain, rtol=2 * rtol, atol=2 * atol)
 
 
 def test_auto_takes_it_for_prompts_and_mixed_steps(hopper) -> None:

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "kernels")]
 
-from slipstream_kernels.attention.cuda import prefill_attention  # noqa: E402
 from slipstream_kernels.gemm import choose as dense  # noqa: E402
 from slipstream_kernels.gemm import tuning  # noqa: E402
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind  # noqa: E402
@@ -33,7 +32,6 @@ GOLDEN = ROOT / "tests/golden/kernel_choices.txt"
 ROWS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024, 4096)
 SM_COUNTS = (132, 114, 78)  # of an H200 or H100, an H100 for PCIe, an H20
 CLUSTERS_OF_H200 = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}  # at once, by their CTAs
-PROMPT_CONTEXT = 8192  # keys that the rows of a prompt's last chunk see
 
 
 @dataclass(frozen=True)
@@ -154,14 +152,6 @@ def _kind(form: Form, out_features: int, in_features: int) -> WeightKind:
     return WeightKind(form.weight, out_features, in_features, form.dtype, device, form.group_size, form.rows)
 
 
-def prompt(rows: int, model: Model, num_sms: int) -> str:
-    """Of the last rows of a prompt of PROMPT_CONTEXT tokens: the power of two of CTAs that share a tile's keys."""
-    group = model.q_heads // model.kv_heads
-    pack = group & -group
-    splits = prefill_attention.splits_log2(rows * pack, 1, model.q_heads // pack, PROMPT_CONTEXT, num_sms)
-    return f"prefill_attention/{splits}"
-
-
 def lines() -> Iterator[str]:
     """A line for each model, product, format and number of multiprocessors: runs of rows, and what they go to."""
     for name, model in MODELS.items():
@@ -172,7 +162,6 @@ def lines() -> Iterator[str]:
                     yield _line(name, part, name_of_form, num_sms, kernels)
             head = Product(model.vocab, model.hidden)
             yield _line(name, "lm_head", "bf16", num_sms, [chosen(FORMS["bf16"], rows, head, num_sms) for rows in ROWS])
-            yield _line(name, "attention", "prompts", num_sms, [prompt(rows, model, num_sms) for rows in ROWS])
             for part, product in expert_products(model).items():
                 for name_of_form, form in EXPERT_FORMS.items():
                     kernels = [chosen_for_experts(form, rows, model, product, num_sms) for rows in ROWS]

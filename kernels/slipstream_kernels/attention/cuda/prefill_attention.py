@@ -29,10 +29,10 @@ STAGED, FP8_KEYS = 4, 5
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
 SECTION_BYTES = 32 << 20
-# Keys are split where tiles of rows are at most half as many as SMs, and sequences may be so long.  A tile has 128 rows
-# in 8 warps, of head_dim 64 up to 192 in 12; splits count their warps in so many counters at most.
-TILE_ROWS, WARPS_OF_TILE = 128, {64: 12, 128: 8}
-MIN_SPLIT_LEN, MAX_SPLITS, MAX_SPLIT_WARPS = 4096, 8, 1 << 14
+# Keys may be split where sequences may be so long; into how many parts, the device decides by the step's tiles
+# (csrc/schedule/prefill_splits.cuh), which are at most so many for each SM.  A tile has 64 rows in 4 warps.
+MIN_SPLIT_LEN, PARTS_PER_SM = 4096, 2
+WARPS_OF_TILE = {64: 12, 128: 8}
 
 POINTERS = (
     "q", "key_cache", "value_cache", "key_scale", "value_scale", "out", "block_tables", "query_start_loc", "seq_lens",
@@ -53,7 +53,6 @@ class PrefillParams(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("staged_blocks", ctypes.c_int32),
-        ("splits_log2", ctypes.c_int32),
         ("pack_log2", ctypes.c_int32),
     ]
 
@@ -151,28 +150,16 @@ def _counters(device: torch.device) -> torch.Tensor:
     """The device's counters of work and of splits, made on first use: run a step before capturing CUDA graphs."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prefill_attention: first use here lies inside a graph capture; run it once before")
-    return torch.zeros(2 + MAX_SPLIT_WARPS, dtype=torch.int32, device=device)
+    num_split_warps = PARTS_PER_SM * count_sms(device) * max(WARPS_OF_TILE.values())
+    return torch.zeros(2 + num_split_warps, dtype=torch.int32, device=device)
 
 
-def splits_log2(num_rows: int, num_requests: int, num_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """How many CTAs share the keys of a tile, as a power of two: as many as there are, where tiles are few.
-
-    num_rows: of tokens x heads of a pack; num_heads: packs.  Tiles of short sequences are not split all the same.
-    """
-    tiles = max(1, num_rows // TILE_ROWS) * num_heads
-    most = (num_rows // TILE_ROWS + num_requests) * num_heads
-    if max_seq_len < MIN_SPLIT_LEN or 2 * tiles > num_sms or most * max(WARPS_OF_TILE.values()) > MAX_SPLIT_WARPS:
-        return 0
-    return min(num_sms // tiles, MAX_SPLITS).bit_length() - 1
-
-
-def _parts(call: AttentionCall, splits_log2: int, num_rows: int, num_heads: int) -> torch.Tensor | None:
+def _parts(call: AttentionCall) -> torch.Tensor | None:
     """Room for what the CTAs that share keys leave for each other: 68 numbers of a thread at head_dim 128."""
-    if splits_log2 == 0:
+    if call.max_seq_len < MIN_SPLIT_LEN:
         return None
-    items = (num_rows // TILE_ROWS + call.seq_lens.shape[0]) * num_heads
     head_dim = call.q.shape[2]
-    numbers = items * WARPS_OF_TILE[head_dim] * 32 * (head_dim // 2 + 4) << splits_log2
+    numbers = PARTS_PER_SM * count_sms(call.q.device) * WARPS_OF_TILE[head_dim] * 32 * (head_dim // 2 + 4)
     return torch.empty(numbers, dtype=torch.float32, device=call.q.device)
 
 
@@ -181,9 +168,6 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
     num_blocks, num_kv_heads, block_size, _ = call.key_cache.shape
     group = num_q_heads // num_kv_heads
     pack_log2 = min((group & -group).bit_length() - 1, 6)
-    num_rows, num_heads, num_sms = call.q.shape[0] << pack_log2, num_q_heads >> pack_log2, count_sms(call.q.device)
-    split_log2 = splits_log2(num_rows, call.seq_lens.shape[0], num_heads, call.max_seq_len, num_sms)
-    parts = _parts(call, split_log2, num_rows, num_heads)
     key_cache, value_cache, key_scale, value_scale = call.key_cache, call.value_cache, call.key_scale, call.value_scale
     if staged is not None:
         key_cache, value_cache = key_cache if staged.keys is None else staged.keys, staged.values
@@ -193,7 +177,7 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
         "value_scale": value_scale, "out": call.out, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
-        "sinks": call.sinks, "counters": _counters(call.q.device), "parts": parts,
+        "sinks": call.sinks, "counters": _counters(call.q.device), "parts": _parts(call),
     }  # fmt: skip
     return PrefillParams(
         **addresses(tensors),
@@ -208,11 +192,10 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         block_size_log2=block_size.bit_length() - 1,
         heads_per_section=_heads_per_section(call, key_cache, value_cache) * (group >> pack_log2),
         sliding_window=call.sliding_window or 0,
-        num_sms=num_sms,
+        num_sms=count_sms(call.q.device),
         scale=call.scale,
         soft_cap=call.soft_cap or 0.0,
         staged_blocks=0 if staged is None else staged.num_blocks,
-        splits_log2=split_log2,
         pack_log2=pack_log2,
     )
 

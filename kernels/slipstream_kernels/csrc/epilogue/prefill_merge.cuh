@@ -53,7 +53,7 @@ struct SplitMerger {
 
  private:
   __device__ __forceinline__ float* part(int split) const {
-    const int64_t place = ((static_cast<int64_t>(work.item()) << p.splits_log2) + split) * SHAPE::kWarpgroups + warpgroup;
+    const int64_t place = static_cast<int64_t>(work.first_part() + split) * SHAPE::kWarpgroups + warpgroup;
     return p.parts + place * (kFloats * 128) + threadIdx.x % 128;
   }
 
@@ -63,7 +63,7 @@ struct SplitMerger {
     __syncwarp();
     int count = 0;
     if (threadIdx.x % 32 == 0) {
-      int32_t* counter = p.counters + 2 + (work.item() * SHAPE::kWarpgroups + warpgroup) * 4 + threadIdx.x % 128 / 32;
+      int32_t* counter = p.counters + 2 + (work.first_part() * SHAPE::kWarpgroups + warpgroup) * 4 + threadIdx.x % 128 / 32;
       count = atomicAdd(counter, 1);
       if (count == work.num_splits() - 1) *counter = 0;
       __threadfence();

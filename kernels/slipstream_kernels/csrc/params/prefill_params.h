@@ -16,8 +16,8 @@ struct PrefillParams {
   const int32_t* seq_lens;
   const float* alibi_slopes;    // [num_q_heads] or null
   const float* sinks;           // [num_q_heads] or null: scores without a value
-  int32_t* counters;            // [2 + items x warpgroups], zero between calls; items: csrc/schedule/prefill_work.cuh
-  float* parts;                 // [items, splits, warpgroups, 68, 128] or null: of keys that are split
+  int32_t* counters;            // [2 + parts x warps], zero between calls
+  float* parts;                 // [2 x num_sms, warpgroups, 68, 128] or null: no keys are split
   int64_t q_token_stride;
   int64_t q_head_stride;
   int64_t table_stride;
@@ -33,6 +33,5 @@ struct PrefillParams {
   float scale;
   float soft_cap;               // 0: none
   int32_t staged_blocks;        // of a request, where keys or values are staged: blocks of 64 tokens in order
-  int32_t splits_log2;          // of a tile's keys, at most
   int32_t pack_log2;            // query heads of one kv head that share a tile's rows, as a power of two
 };

@@ -33,7 +33,7 @@ struct PrefillLoader {
   __device__ __forceinline__ void run() {
     const WorkList<SHAPE::kRows, SHAPE::kKeys> list(p);
     int index = blockIdx.x;
-    while (index < list.size()) {
+    while (index < list.size) {
       Work& work = next_work();
       if (list.find(index, work)) {
         announce();
