@@ -10,6 +10,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
 MAX_SUMMED_ROWS = 128  # more rows have no activation sums: the kernels of so many take none
+TILE_ROWS = 128  # of cuBLASLt's products of more rows than that
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -57,6 +58,8 @@ class Fp8Rows:
     padding is undefined.
     activation_sums: [size / sum_columns, MAX_SUMMED_ROWS] fp32: the sum of the values of each group of columns of each
     row, undefined from num_rows on; None if not requested or if there are more rows.
+    padded: values and scales with the undefined rows that are allocated after them, up to a multiple of TILE_ROWS. A
+    product of all of them is faster than one that ends inside a tile. None if there are none.
     """
 
     values: torch.Tensor
@@ -64,6 +67,7 @@ class Fp8Rows:
     dtype: torch.dtype
     num_tokens: int
     activation_sums: torch.Tensor | None = None
+    padded: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
@@ -74,6 +78,8 @@ def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
 def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor) -> Fp8Rows:
     """Uninitialised rows on the device of `like`, for activations of its dtype."""
     num_rows = padded_rows(num_tokens, scheme)
+    if like.is_cuda and num_tokens > TILE_ROWS and num_tokens % TILE_ROWS and not scheme.group_size:
+        return _rows_of_whole_tiles(num_tokens, size, like)
     values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
     scales = torch.empty((scheme.num_groups(size), num_rows), dtype=torch.float32, device=like.device)
     columns = scales.view(num_rows, 1) if scales.shape[0] == 1 else scales.t()
@@ -81,3 +87,12 @@ def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor
     if scheme.sum_columns and num_tokens <= MAX_SUMMED_ROWS:
         sums = torch.empty((size // scheme.sum_columns, MAX_SUMMED_ROWS), dtype=torch.float32, device=like.device)
     return Fp8Rows(values, columns, like.dtype, num_tokens, sums)
+
+
+def _rows_of_whole_tiles(num_tokens: int, size: int, like: torch.Tensor) -> Fp8Rows:
+    """More rows than have activation sums, with a scale each."""
+    num_rows = num_tokens + -num_tokens % TILE_ROWS
+    values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=like.device)
+    padded = (values, scales)
+    return Fp8Rows(values[:num_tokens], scales[:num_tokens], like.dtype, num_tokens, padded=padded)

@@ -12,7 +12,7 @@ SHAPES = [(1, 16, 48), (5, 200, 144), (3, 272, 640)]  # tokens, out, in
 BLOCK_SHAPES = [(1, 16, 128), (5, 200, 256), (3, 272, 640)]
 # On a GPU also what the kernels are for: several tiles of rows, of features and of splits, rows at a library's edge
 GPU_SHAPES = [(1, 4096, 4096), (17, 6144, 4096), (64, 4096, 14336), (33, 4000, 4096), (128, 4096, 4096)]
-LIBRARY_TOKENS = [1, 2, 7, 128, 129, 130, 132, 300]
+LIBRARY_TOKENS = [1, 2, 7, 128, 129, 130, 132, 300, 384]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with FP8 tensor cores")
 
 

@@ -56,7 +56,12 @@ def in_parts(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, confi
         part = slice(start, start + MAX_TOKENS)
         num_tokens = len(out[part])
         some = replace(
-            rows, values=rows.values[part], scales=rows.scales[part], num_tokens=num_tokens, activation_sums=None
+            rows,
+            values=rows.values[part],
+            scales=rows.scales[part],
+            num_tokens=num_tokens,
+            activation_sums=None,
+            padded=None,
         )
         mixed_gemm_w4a8.mixed_gemm_w4a8(some, weight, bias, out[part], activation_sums=_activation_sums(some, weight))
     return out

@@ -23,15 +23,19 @@ def scaled_mm(
         recipes, weight_scales = (ScalingType.RowWise, ScalingType.RowWise), scales[None, :]
     else:
         recipes, weight_scales = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128), scales.t()
+    values, row_scales = rows.padded or (rows.values, rows.scales)
+    # Only a bias of the result's type, beside scales of rows, is added by the product itself.
+    added = bias if bias is not None and scales.dim() == 1 and bias.dtype == rows.dtype == torch.bfloat16 else None
     y = F.scaled_mm(
-        rows.values,
+        values,
         weight.t(),
-        rows.scales,
+        row_scales,
         recipes[0],
         weight_scales,
         recipes[1],
+        bias=added,
         output_dtype=rows.dtype,
         use_fast_accum=False,
     )
     y = y[: rows.num_tokens]
-    return y if bias is None else y.add_(bias)
+    return y if bias is None or bias is added else y.add_(bias)
