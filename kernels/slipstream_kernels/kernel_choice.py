@@ -5,17 +5,38 @@ A family has a description of its products and a table of kernels by name (gemm/
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from slipstream_kernels.cuda.build import KernelBuildError
 from slipstream_kernels.cuda.device import count_sms
 
+LOG = logging.getLogger(__name__)
 Config = tuple[int, ...]
 NO_VARIANT = "has no variant of this size"
-P = TypeVar("P")
+
+
+class Weight(Protocol):
+    @property
+    def format(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class AnyProduct(Protocol):
+    """What the products of all families have."""
+
+    @property
+    def weight(self) -> Weight: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+P = TypeVar("P", bound=AnyProduct)
 P_contra = TypeVar("P_contra", contravariant=True)
 R = TypeVar("R")
 
@@ -48,6 +69,10 @@ class Device(Protocol[P_contra]):
 
     def count_clusters(self, kernel: str, product: P_contra, config: Config) -> int:
         """How many clusters of CTAs of a kernel's variant run at once; 0: it cannot run."""
+        ...
+
+    def give_up(self, kernel: str, product: P_contra, error: KernelBuildError) -> str:
+        """From now on refuse products of this kind for the kernel.  Returns the reason."""
         ...
 
 
@@ -86,9 +111,34 @@ class ThisDevice(Generic[P, R]):
         self.name = torch.cuda.get_device_name(device) if is_gpu else device.type
         self.num_sms = count_sms(device) if is_gpu else 0
         self._kernels = kernels
+        self._given_up: dict[tuple[object, ...], str] = {}  # why, by kernel, weights and rows
 
     def refusal(self, kernel: str, product: P) -> str | None:
-        return self._kernels[kernel].refusal(product)
+        return self._given_up.get(_kind(kernel, product)) or self._kernels[kernel].refusal(product)
+
+    def give_up(self, kernel: str, product: P, error: KernelBuildError) -> str:
+        weight = product.weight
+        LOG.warning(
+            "kernel %s of %s weights (%s) and %s rows: %s; another kernel, which is slower, takes its place",
+            kernel, weight.format, weight.dtype, product.dtype, error,
+        )  # fmt: skip
+        return self._given_up.setdefault(_kind(kernel, product), "it cannot be built or loaded here; the log says why")
 
     def count_clusters(self, kernel: str, product: P, config: Config) -> int:
         return self._kernels[kernel].count_clusters(product, config) if self.num_sms else 0
+
+
+def _kind(kernel: str, product: AnyProduct) -> tuple[object, ...]:
+    """What shares a library: other sizes would fail alike, other types need not."""
+    return kernel, product.weight.format, product.weight.dtype, product.dtype
+
+
+def config_of(name: str, kernel: Kernel[P, R], product: P, device: Device[P]) -> tuple[Config | None, str]:
+    """(template arguments of a product, or None; why None)"""
+    reason = device.refusal(name, product)
+    if reason is not None:
+        return None, reason
+    try:
+        return kernel.configure(product, device), NO_VARIANT
+    except KernelBuildError as error:  # some build their libraries to see how many CTAs run at once
+        return None, device.give_up(name, product, error)

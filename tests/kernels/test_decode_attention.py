@@ -237,7 +237,7 @@ def test_cuda_many_rows(hopper, dtype, kv_dtype) -> None:
 
 
 def test_many_rows_are_taken_where_the_kernel_has_all_that_they_ask(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_verify, "missing", lambda *arguments: None)
+    monkeypatch.setattr(cuda_verify, "build_refusal", lambda *arguments: None)
     monkeypatch.setattr(cuda_verify, "count_clusters", lambda *arguments: {2: 132, 4: 62, 8: 30, 16: 14})
     geometry = (8, 2, 128, 64)
 

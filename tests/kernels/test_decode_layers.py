@@ -122,16 +122,6 @@ def test_what_the_kernel_cannot_serve_is_said(change: dict[str, int], message: s
     assert reason is not None and message in reason
 
 
-def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def load(source: str, defines: tuple[str, ...]) -> None:
-        raise build.KernelBuildError(f"nvcc: {source}: out of memory")
-
-    monkeypatch.setattr(cuda_layers, "load", load)
-    stack = draw_stack(SMALL, "bf16", torch.bfloat16, CPU)
-    assert cuda_layers.build_refusal(stack) == "sm90_decode_layers.cu cannot be built"
-    assert "nvcc: sm90_decode_layers.cu: out of memory" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_activations_of_another_type_are_refused(kind: str) -> None:
     """Neither those weights nor an FP8 cache say which the model computes in."""

@@ -73,7 +73,7 @@ def test_schedules_fill_the_gpu_with_lanes_of_the_mean_request() -> None:
 
 def test_refusals_name_what_is_not_served(monkeypatch) -> None:
     monkeypatch.setattr(cuda_latent, "device_refusal", lambda *_: None)
-    monkeypatch.setattr(cuda_latent, "missing", lambda *_: None)
+    monkeypatch.setattr(cuda_latent, "build_refusal", lambda *_: None)
     call = call_of(make_case([1], [64], 16, device=torch.device("cpu")))
     assert cuda_latent.refusal(call) is None
     small = make_latent_case([1], [9], sizes=(2, 128, 16, 16), dtype=torch.bfloat16, device=torch.device("cpu"))

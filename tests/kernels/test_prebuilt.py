@@ -33,7 +33,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    for answer in (build.load, build.missing, build._warn, prebuilt.refusal, toolkit.nvcc_version):
+    for answer in (build.load, build.build_refusal, build.missing, build._warn, prebuilt.refusal, toolkit.nvcc_version):
         answer.cache_clear()
 
 
@@ -171,3 +171,37 @@ def test_a_written_set_is_what_an_install_finds(
     loaded = build.load(DEQUANTISE, ())
     assert loaded._name == str(library)
     assert loaded.slipstream_error_text is not None  # stripping leaves what is called
+
+
+def failing_nvcc(folder: Path) -> Path:
+    """It says its release, counts its calls in a file, and fails."""
+    nvcc = folder / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "Cuda compilation tools, release 13.0, V13.0.1" && exit 0\n'
+        f'echo call >> {folder}/calls; echo "ptxas: out of memory" >&2; exit 1\n'
+    )
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def test_a_build_that_fails_is_a_reason_and_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_nvcc(monkeypatch, failing_nvcc(tmp_path))
+    assert build.missing(DEQUANTISE, DEFINES) is None
+    for _ in range(2):
+        assert (
+            build.build_refusal(DEQUANTISE, DEFINES) == f"{DEQUANTISE} cannot be built or loaded here; the log says why"
+        )
+    assert (tmp_path / "calls").read_text().splitlines() == ["call"]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{DEQUANTISE} NEVER_BUILT" in warning and "ptxas: out of memory" in warning and "takes its place" in warning
+
+
+def test_a_library_that_cannot_be_loaded_is_a_reason(install: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = build._library_name(DEQUANTISE, build._options(DEFINES, ()))
+    build.cache_folder().mkdir(parents=True)
+    (build.cache_folder() / name).write_text("no library")
+    assert build.missing(DEQUANTISE, DEFINES) is None
+    assert "cannot be built or loaded" in (build.build_refusal(DEQUANTISE, DEFINES) or "")
+    assert "cannot be loaded" in caplog.text and name in caplog.text

@@ -42,7 +42,7 @@ MAX_HEAVY_COMPILE_S = 900  # sources with CUTLASS, which take one minute on an i
 
 
 class KernelBuildError(RuntimeError):
-    """A CUDA kernel could not be built; the text names what to install or quotes the compiler."""
+    """A CUDA kernel could not be built or loaded; the text names what to install or quotes the compiler or loader."""
 
 
 def cache_folder() -> Path:
@@ -112,7 +112,10 @@ def build(
 def load(
     source: str, defines: tuple[str, ...], flags: tuple[str, ...] = (), headers: Callable[[], Path] | None = None
 ) -> ctypes.CDLL:
-    """Load the library into this process: that of the install, else that of the cache; built if neither has it."""
+    """Load the library into this process: that of the install, else that of the cache; built if neither has it.
+
+    Raises KernelBuildError if it cannot be built or loaded.
+    """
     name = _library_name(source, _options(defines, flags))
     library = prebuilt.find(name)
     origin = "prebuilt" if library is not None else "from the cache"
@@ -120,7 +123,28 @@ def load(
         origin = origin if (cache_folder() / name).exists() else "built here"
         library = build(source, defines, flags=flags, headers=headers)
     LOG.info("kernel %s %s: %s", source, " ".join(defines), origin)
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelBuildError(f"{library} cannot be loaded: {error}") from error
+
+
+@cache
+def build_refusal(
+    source: str, defines: tuple[str, ...], flags: tuple[str, ...] = (), headers: Callable[[], Path] | None = None
+) -> str | None:
+    """Why the library cannot be had, although it was tried; None if it is loaded.  Tried once, with a warning."""
+    reason = missing(source, defines, flags)
+    if reason is not None:
+        return reason
+    try:
+        load(source, defines, flags, headers)
+    except KernelBuildError as error:
+        LOG.warning(
+            "kernel %s %s: %s; another kernel, which is slower, takes its place", source, " ".join(defines), error
+        )
+        return f"{source} cannot be built or loaded here; the log says why"
+    return None
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product, WeightKind
-from slipstream_kernels.kernel_choice import NO_VARIANT, Device, ThisDevice, Variant
+from slipstream_kernels.kernel_choice import Device, ThisDevice, Variant, config_of
 
 
 def choose(product: Product, device: Device[Product]) -> Variant:
@@ -26,11 +26,10 @@ def choose(product: Product, device: Device[Product]) -> Variant:
         kernel = KERNELS[use.kernel]
         if not use.covers(product) or (product.gated and not kernel.gates(product)):
             continue
-        reason = device.refusal(use.kernel, product)
-        config = kernel.configure(product, device) if reason is None else None
+        config, reason = config_of(use.kernel, kernel, product, device)
         if config is not None:
             return Variant(use.kernel, config, product.gated)
-        reasons.append(f"{use.kernel}: {reason or NO_VARIANT}")
+        reasons.append(f"{use.kernel}: {reason}")
     if product.gated:
         return choose(product._replace(gated=False), device)
     raise ValueError(f"{product.rows} rows of {product.dtype}: {'; '.join(reasons)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream_kernels.cuda.build import KernelBuildError
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.activation_quant import A, Activation, ActivationQuant
-from slipstream_kernels.gemm.choose import variant_of
+from slipstream_kernels.gemm.choose import this_device, variant_of
 from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.linear_weight import LinearWeight
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
@@ -41,5 +42,11 @@ def _multiply(x: Activation, weight: LinearWeight, *, gated: bool) -> tuple[Tens
     kind = weight.kind
     if rows.shape[-1] != kind.in_features or rows.dim() != 2:
         raise ValueError(f"x: shape {tuple(rows.shape)}, expected [num_tokens, {kind.in_features}]")
-    variant = variant_of(Product(kind, num_rows, form, x.dtype, gated))
-    return KERNELS[variant.kernel].run(x, weight, variant.config, variant.is_gated), variant.is_gated
+    product = Product(kind, num_rows, form, x.dtype, gated)
+    while True:
+        variant = variant_of(product)
+        try:
+            return KERNELS[variant.kernel].run(x, weight, variant.config, variant.is_gated), variant.is_gated
+        except KernelBuildError as error:
+            this_device(kind.device).give_up(variant.kernel, product, error)
+            variant_of.cache_clear()

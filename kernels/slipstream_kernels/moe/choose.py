@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.kernel_choice import NO_VARIANT, Device, ThisDevice, Variant
+from slipstream_kernels.kernel_choice import Device, ThisDevice, Variant, config_of
 from slipstream_kernels.moe.kernels import KERNELS
 from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import tuning_of
@@ -21,21 +21,20 @@ def choose(product: Product, device: Device[Product]) -> Variant:
             continue
         if weight.in_features < use.least_in_features:
             continue
-        reason = device.refusal(use.kernel, product)
-        config = KERNELS[use.kernel].configure(product, device) if reason is None else None
+        config, reason = config_of(use.kernel, KERNELS[use.kernel], product, device)
         if config is not None:
             is_gated = product.gated and KERNELS[use.kernel].gates(product)
             return Variant(use.kernel, config, is_gated, use.quantises)
-        reasons.append(f"{use.kernel}: {reason or NO_VARIANT}")
+        reasons.append(f"{use.kernel}: {reason}")
     raise ValueError(f"experts of {weight.format}: {'; '.join(reasons) or f'not multiplied by {weight.rows} rows'}")
 
 
 @lru_cache(maxsize=1 << 14)
 def variant_of(product: Product) -> Variant:
     """The choice on the weight's own device, kept."""
-    return choose(product, _this_device(product.weight.device))
+    return choose(product, this_device(product.weight.device))
 
 
 @lru_cache
-def _this_device(device: torch.device) -> Device[Product]:
+def this_device(device: torch.device) -> Device[Product]:
     return ThisDevice(device, KERNELS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream_kernels.cuda.build import KernelBuildError
 from slipstream_kernels.gemm.activation_quant import Activation, ActivationQuant
 from slipstream_kernels.gemm.linear_weight import LinearWeight
-from slipstream_kernels.moe.choose import variant_of
+from slipstream_kernels.moe.choose import this_device, variant_of
 from slipstream_kernels.moe.kernels import KERNELS, Call
 from slipstream_kernels.moe.product import Product
 from slipstream_kernels.norm.silu_mul import silu_mul
@@ -58,10 +59,16 @@ def _multiply(
     if found != wanted or kind.num_experts != routing.num_experts:
         experts = f"{routing.num_experts} experts, expected {wanted} of {kind.num_experts}"
         raise ValueError(f"x: shape {found} of {experts}")
-    variant = variant_of(Product(kind, routing.num_tokens, routing.num_rows, x.dtype, gated))
-    rows = weight.quant.cast(x) if variant.quantises and isinstance(x, Tensor) else x
-    call = Call(rows, weight, routing, by_token, variant.is_gated)
-    return KERNELS[variant.kernel].run(call, variant.config), variant.is_gated
+    product = Product(kind, routing.num_tokens, routing.num_rows, x.dtype, gated)
+    while True:
+        variant = variant_of(product)
+        rows = weight.quant.cast(x) if variant.quantises and isinstance(x, Tensor) else x
+        call = Call(rows, weight, routing, by_token, variant.is_gated)
+        try:
+            return KERNELS[variant.kernel].run(call, variant.config), variant.is_gated
+        except KernelBuildError as error:
+            this_device(kind.device).give_up(variant.kernel, product, error)
+            variant_of.cache_clear()
 
 
 def _in_orders(x: Tensor, orders: Tensor, routing: Routing, by_token: bool) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from slipstream_kernels.attention.cuda import verify_attention
 from slipstream_kernels.attention.decode_call import DecodeCall
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
@@ -75,7 +75,7 @@ def refusal(call: DecodeCall) -> str | None:
         return f"block_size {block_size} is not a power of two >= 16"
     if call.seq_lens.shape[0] > MAX_REQUESTS:
         return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
-    return missing(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
+    return build_refusal(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
 
 
 def decode_attention(call: DecodeCall) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from slipstream_kernels.attention.decode_attention import MAX_QUERY_LEN
 from slipstream_kernels.attention.latent_call import LatentCall
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
@@ -85,7 +85,7 @@ def refusal(call: LatentCall) -> str | None:
         return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
     if call.q.data_ptr() % 16 or call.rows.data_ptr() % 16:
         return "q or the cache does not begin at a multiple of 16 bytes"
-    return missing(SOURCE, ())
+    return build_refusal(SOURCE, ())
 
 
 def variants() -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_stage
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
 from slipstream_kernels.attention.stage_fp8_keys import stage_fp8_keys
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
@@ -74,7 +74,7 @@ def refusal(call: AttentionCall) -> str | None:
     if any(tensor.data_ptr() % 16 for tensor in _copied(call)):
         return "the cache does not begin at a multiple of 16 bytes"
     is_staged = source_of_keys_and_values(call) in _STAGERS
-    return missing(SOURCE, defines(call)) or (missing(prefill_stage.SOURCE, ()) if is_staged else None)
+    return build_refusal(SOURCE, defines(call)) or (build_refusal(prefill_stage.SOURCE, ()) if is_staged else None)
 
 
 def _copied(call: AttentionCall) -> list[torch.Tensor]:

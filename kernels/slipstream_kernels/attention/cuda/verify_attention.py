@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.attention.decode_call import DecodeCall
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.kv_cache import FP8_DTYPE
@@ -60,7 +60,7 @@ def takes(call: DecodeCall) -> bool:
         return False
     if call.q.data_ptr() % 16 or call.q.stride(0) % 8 or call.q.stride(1) % 8:
         return False
-    if missing(SOURCE, defines(call.q.dtype, call.key_cache.dtype)) is not None:
+    if build_refusal(SOURCE, defines(call.q.dtype, call.key_cache.dtype)) is not None:
         return False
     return rows > ROWS_OF_A_PASS or _splits(call) >= LEAST_SPLITS[call.key_cache.dtype]
 

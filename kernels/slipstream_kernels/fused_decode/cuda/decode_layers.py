@@ -6,13 +6,12 @@ No device value is read on the host: CUDA-graph safe.  Launches on one device mu
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
-from slipstream_kernels.cuda.build import KernelBuildError, load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields
@@ -22,7 +21,6 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.kv_cache import FP8_DTYPE
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight, shape_of
 
-LOG = logging.getLogger(__name__)
 SOURCE = "sm90_decode_layers.cu"
 HEAD_DIM, MAX_GROUP, MAX_TOKENS = 128, 8, 8
 MAX_LAYERS, MAX_HELD_FEATURES, MAX_OWN_ROWS = 40, 4096, 128  # csrc/decode_layers/layers_shape.cuh, layers_product.cuh
@@ -101,18 +99,7 @@ def refusal(stack: LayerStack) -> str | None:
     """Why this version cannot serve the layers; None if it can."""
     device = stack.layers[0].input_norm.device
     reason = device_refusal(device, "the layers are")
-    reason = reason or shape_refusal(stack, count_sms(device)) or missing(SOURCE, defines(stack))
-    return reason or build_refusal(stack)
-
-
-def build_refusal(stack: LayerStack) -> str | None:
-    """Why the library cannot be built: the model is served layer by layer then.  The compiler's words are logged."""
-    try:
-        load(SOURCE, defines(stack))
-    except KernelBuildError as error:
-        LOG.warning("%s", error)
-        return f"{SOURCE} cannot be built"
-    return None
+    return reason or shape_refusal(stack, count_sms(device)) or build_refusal(SOURCE, defines(stack))
 
 
 def shape_refusal(stack: LayerStack, num_ctas: int) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.gemm import int4_layout
@@ -28,10 +28,13 @@ def refusal(weight: Int4Weight) -> str | None:
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None:
         return sizes
-    mixed = missing(
-        mixed_gemm.SOURCE, mixed_gemm_w4a16.format_of(torch.bfloat16, 1).defines(mixed_gemm_w4a16.COLUMNS[-1])
+    few = build_refusal(skinny_gemm_w4a16.SOURCE, skinny_gemm_w4a16.defines(torch.bfloat16))
+    columns = mixed_gemm_w4a16.COLUMNS[-1]
+    return (
+        few
+        or build_refusal(mixed_gemm.SOURCE, mixed_gemm_w4a16.format_of(torch.bfloat16, 1).defines(columns))
+        or build_refusal(DEQUANTISE, ())
     )
-    return missing(skinny_gemm_w4a16.SOURCE, skinny_gemm_w4a16.defines(torch.bfloat16)) or mixed
 
 
 def rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.cuda.build import missing
+from slipstream_kernels.cuda.build import build_refusal
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.gemm import int8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm, skinny_gemm
@@ -20,5 +20,7 @@ def refusal(values: torch.Tensor) -> str | None:
         return reason
     if (reason := int8_layout.refusal(*values.shape)) is not None:
         return reason
-    streamed = missing(skinny_gemm.SOURCE, skinny_gemm.defines(torch.bfloat16, torch.int32, by_blocks=False))
-    return streamed or missing(mixed_gemm.SOURCE, mixed_gemm.format_of(torch.bfloat16).defines(mixed_gemm.COLUMNS[-1]))
+    streamed = build_refusal(skinny_gemm.SOURCE, skinny_gemm.defines(torch.bfloat16, torch.int32, by_blocks=False))
+    return streamed or build_refusal(
+        mixed_gemm.SOURCE, mixed_gemm.format_of(torch.bfloat16).defines(mixed_gemm.COLUMNS[-1])
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import fields, launch
@@ -70,7 +70,7 @@ def product_refusal(
     reason = _refusal(device, operand, row_bytes)
     if reason is None and num_tokens > MAX_TOKENS:
         return f"{num_tokens} tokens are more than {MAX_TOKENS}"
-    return reason or missing(SOURCE, defines(operand, weight, by_blocks))
+    return reason or build_refusal(SOURCE, defines(operand, weight, by_blocks))
 
 
 def _refusal(device: torch.device, operand: torch.dtype, row_bytes: int) -> str | None:

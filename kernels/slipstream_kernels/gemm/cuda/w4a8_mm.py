@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.cuda.build import missing
+from slipstream_kernels.cuda.build import build_refusal
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.fp8 import MAX_SUMMED_ROWS, Fp8Rows
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
@@ -29,7 +29,9 @@ def refusal(weight: Int4Weight) -> str | None:
     if (reason := device_refusal(weight.packed.device, "the weight is")) is not None:
         return reason
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
-    return sizes or missing(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.format_of(torch.bfloat16, 1).defines(COLUMNS[0]))
+    return sizes or build_refusal(
+        mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.format_of(torch.bfloat16, 1).defines(COLUMNS[0])
+    )
 
 
 def few(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:

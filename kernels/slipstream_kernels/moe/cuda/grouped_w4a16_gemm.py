@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from slipstream_kernels.cuda.build import missing
+from slipstream_kernels.cuda.build import build_refusal
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda.skinny_gemm_w4a16 import INPUTS
@@ -48,7 +48,7 @@ def refusal(weight: Int4Weight, num_experts: int) -> str | None:
         return f"out_features: {out_features} of an expert are not a multiple of {2 * TILE}"
     sizes = int4_layout.refusal(out_features, weight.in_features, weight.group_size)
     groups = int4_layout.groups_per_block(weight.group_size)
-    return sizes or missing(SOURCE, defines(torch.bfloat16, COLUMNS[0], groups, True))
+    return sizes or build_refusal(SOURCE, defines(torch.bfloat16, COLUMNS[0], groups, True))
 
 
 def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> tuple[int]:

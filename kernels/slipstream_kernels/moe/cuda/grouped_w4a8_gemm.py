@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from slipstream_kernels.cuda.build import missing
+from slipstream_kernels.cuda.build import build_refusal
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe import grouped_w4a8_layout
@@ -45,7 +45,7 @@ def variants() -> list[tuple[str, ...]]:
 def refusal(weight: Int4Weight, num_experts: int) -> str | None:
     """Why this format cannot hold a canonical weight of so many experts; None if it can."""
     reason = grouped_gemm.refusal(weight, num_experts) or grouped_w4a8_layout.refusal(weight, num_experts)
-    return reason or missing(SOURCE, defines(COLUMNS[0], True))
+    return reason or build_refusal(SOURCE, defines(COLUMNS[0], True))
 
 
 def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Variant:

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
@@ -34,7 +34,7 @@ def refusal(logits: torch.Tensor) -> str | None:
         return reason
     if logits.data_ptr() % 16 or logits.stride(0) * logits.element_size() % 16:
         return "logits has rows that do not begin at multiples of 16 bytes"
-    return missing(SOURCE, defines(logits.dtype))
+    return build_refusal(SOURCE, defines(logits.dtype))
 
 
 def defines(dtype: torch.dtype) -> tuple[str, ...]:
