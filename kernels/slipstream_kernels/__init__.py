@@ -1,4 +1,4 @@
-"""Slipstream's kernels, by family: gemm, moe, attention, norm, sample, spec, kv, fused_decode.
+"""Slipstream's kernels, by family: gemm, moe, attention, norm, sample, spec, kv.
 
 In each: contracts, reference/ (torch), triton/ (Triton-lang), cuda/ (host part, choice of variant).  csrc/ is the
 device code; triton/ and cuda/ at the top level are shared by all families.  Depends on torch and triton only; knows no

@@ -12,7 +12,6 @@ from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.attention.ragged_attention import ragged_attention
 from slipstream_kernels.attention.stage_fp8_keys import stage_fp8_keys
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
-from slipstream_kernels.fused_decode.decode_layers import decode_layers, decode_layers_refusal, max_stacked_tokens
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream_kernels.gemm.int4_mm import int4_mm
 from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
@@ -49,7 +48,6 @@ from slipstream_kernels.kv.rope_write_kv import rope_write_kv
 from slipstream_kernels.kv.write_latent import write_latent
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, empty_latent_cache, latent_row
-from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
 from slipstream_kernels.lora.lora_expand import lora_expand
 from slipstream_kernels.lora.lora_shrink import lora_shrink
 from slipstream_kernels.lora.tiles import MAX_FEW_TOKENS, NO_ROW, NO_SLOT, AdapterTiles, count_tiles, tile_rows
@@ -94,17 +92,12 @@ __all__ = [
     "Int8Rows",
     "KvCache",
     "LatentCache",
-    "LayerStack",
     "LevelRows",
     "LinearWeight",
     "Rope",
     "Routing",
     "RoutingRule",
-    "ScaledRows",
     "SlotTable",
-    "StackLayer",
-    "StackRows",
-    "StackWeight",
     "StepRows",
     "TopLogprobs",
     "accept_drafts",
@@ -116,8 +109,6 @@ __all__ = [
     "compact_kv",
     "count_tiles",
     "decode_attention",
-    "decode_layers",
-    "decode_layers_refusal",
     "dequantize_int4",
     "deterministic_weight",
     "empty_accepted_rows",
@@ -148,7 +139,6 @@ __all__ = [
     "local_rows",
     "lora_expand",
     "lora_shrink",
-    "max_stacked_tokens",
     "merge_attention",
     "onednn_weight",
     "pack_int4",

@@ -18,7 +18,6 @@ from slipstream_kernels.attention.cuda import (
     verify_attention,
 )
 from slipstream_kernels.cuda import build, launch
-from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
     int8_gemm,
     mixed_gemm,
@@ -38,7 +37,6 @@ MIRRORS = {
     "skinny_gemm_w4a16_params.h": skinny_gemm_w4a16.SkinnyGemmW4A16Params,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,
     "latent_params.h": latent_attention.LatentParams,
-    "layers_params.h": decode_layers.LayersParams,
     "prefill_params.h": prefill_attention.PrefillParams,
     "prefill_stage_params.h": prefill_stage.PrefillStageParams,
     "sample_params.h": sample.SampleParams,

@@ -27,7 +27,6 @@ from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.spec_refusals import check_served
-from slipstream.nn.stacked_layers import spec_refusal
 from slipstream_kernels.ops import RoutingRule
 from tiny_checkpoints import SIZES, TinyCheckpoint, draw, relative_error
 from transformers import (
@@ -266,25 +265,3 @@ def test_deterministic_mode_knows_what_its_attention_is_told(name: str, tmp_path
 
 ROPE = RopeSpec("default", 500.0, 8)
 ROTATED = with_attention(LLAMA_LAYER, rope=ROPE)
-
-
-@pytest.mark.parametrize(
-    ("layers", "reason"),
-    [
-        ((ROTATED, with_attention(ROTATED, qkv_bias=True)), "layers differ"),
-        ((LLAMA_LAYER,), "positions enter otherwise"),
-        ((with_attention(ROTATED, alibi_slopes=SLOPES),), "positions enter otherwise"),
-        ((with_attention(ROTATED, sinks=True),), "have sinks"),
-        ((with_attention(ROTATED, soft_cap=3.0),), "scores are capped"),
-        ((with_attention(ROTATED, qk_norm="flat"),), "heads are normalised"),
-        ((with_attention(ROTATED, rope=replace(ROPE, rotary_dim=4)),), "rotated in part"),
-        ((with_attention(ROTATED, rope=replace(ROPE, is_interleaved=True)),), "neighbouring pairs"),
-        ((replace(ROTATED, norms="both"),), "of another kind"),
-        ((replace(ROTATED, mlp=DenseSpec(48, 72, "gelu_tanh")),), "of another kind"),
-        ((replace(ROTATED, mlp=EXPERTS),), "has experts"),
-    ],
-)
-def test_one_launch_refuses_layers_that_it_does_not_know(layers: tuple[LayerSpec, ...], reason: str) -> None:
-    refusal = spec_refusal(DecoderSpec("Test", 97, 48, layers, 64, 1e-6))
-    assert refusal is not None and reason in refusal
-    assert spec_refusal(DecoderSpec("Test", 97, 48, (ROTATED, ROTATED), 64, 1e-6)) is None

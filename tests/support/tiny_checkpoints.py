@@ -259,16 +259,6 @@ GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "v_head_dim": 32,
         },
     ),
-    "llama-one-launch": (  # as small as ops.decode_layers takes
-        "llama",
-        {
-            "hidden_size": 512,
-            "intermediate_size": 768,
-            "num_attention_heads": 4,
-            "head_dim": 128,
-            **VARIANTS["llama3-gqa-rope"][1],
-        },
-    ),
 }
 
 

@@ -29,7 +29,6 @@ from slipstream.nn.quant.invariant import is_unquantized
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
-from slipstream.nn.stacked_layers import StackedLayers
 from slipstream.nn.stored_names import Names, stored_slots
 from slipstream.nn.vector import Vector
 from slipstream.nn.weight_slot import WeightSlot
@@ -146,9 +145,6 @@ class Decoder:
         self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, of) for layer, of in zip(spec.layers, contexts)]
         self.own_layers = self.layers[self._own.start : self._own.stop]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ends)
-        is_shared = context.parallel.num_ranks > 1  # ranks meet between the products of a layer
-        is_stacked = backend.stacks_layers and not is_shared and context.lora is None
-        self._stacked = StackedLayers(spec, self.layers) if is_stacked else None
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
         scale = LogitScale(spec.logit_scale, spec.logit_soft_cap)
         tied = TiedHead(context.head_method, scale) if shares_table else None
@@ -159,8 +155,6 @@ class Decoder:
 
         kv_caches: one per layer. With feature_layers, their inputs stand behind: [T, hidden_size * (1 + their number)].
         """
-        if self._stacked is not None and not self.feature_layers and self._stacked.serves(batch, kv_caches):
-            return self.final_norm(self._stacked.forward(self.embedding(batch.token_ids, batch.given), batch))
         hidden = self.embedding(batch.token_ids, batch.given)
         residual: Tensor | None = None
         features: dict[int, Tensor] = {}
@@ -229,11 +223,6 @@ class Decoder:
             yield from layer.tensors()
         if is_first and isinstance(self.lm_head, Linear):
             yield from self.lm_head.weights.values()
-
-    def forget_caches(self) -> None:
-        """Hold no cache of a step any more, so that its memory can be freed."""
-        if self._stacked is not None:
-            self._stacked.forget_caches()
 
     def weight_slots(self, names: Names) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: as LLAMA_NAMES."""

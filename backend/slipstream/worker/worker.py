@@ -144,11 +144,9 @@ class ModelWorker:
 
     def sleep(self, level: int) -> None:
         if not self._is_asleep:
-            assert self._target is not None
             self._launched.clear()
             self._staged.clear()
             self._waiting = None
-            self._target.forget_caches()
             self._is_asleep = True
             del self.runner, self.speculator
         device = self._hardware.device

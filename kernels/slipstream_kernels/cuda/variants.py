@@ -15,7 +15,6 @@ from slipstream_kernels.attention.cuda import (
 )
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import build
-from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
     int4_mm,
     int8_gemm,
@@ -39,7 +38,6 @@ def variants() -> list[Variant]:
         prefill_attention,
         prefill_stage,
         decode_attention,
-        decode_layers,
         verify_attention,
         latent_attention,
         skinny_gemm,

@@ -1,6 +1,6 @@
 // Runs CTAs of a Hopper kernel on a CPU, thread by thread: each CUDA thread is a fiber, warp operations, barriers and bulk
 // copies are done as the hardware defines them. Headers of the same names as the thin ones of csrc/{ptx,mma} (warp_mma.cuh,
-// hopper_copy.cuh, bulk_copy.cuh, layers_device.cuh) put this in their place. Warps and CTAs advance in a random order and
+// hopper_copy.cuh, bulk_copy.cuh) put this in their place. Warps and CTAs advance in a random order and
 // copies arrive late and in any order; a state in which nobody can go on ends the run. Memory is sequentially consistent
 // here: missing fences between CTAs do not show.
 #pragma once

@@ -90,11 +90,6 @@ StepAttention = GroupedStep | LatentStep  # as the backend of the layers' kind p
 
 
 class AttentionBackend(Protocol):
-    @property
-    def stacks_layers(self) -> bool:
-        """Whether steps of few decodes run all layers in one launch, where that serves."""
-        ...
-
     def plan(self, batch: ForwardBatch) -> StepAttention:
         """Once per step, before the first layer."""
         ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from slipstream_kernels import ops
@@ -19,7 +18,6 @@ from slipstream.nn.spec import DecoderSpec
 @dataclass(frozen=True)
 class InvariantAttention:
     spec: DecoderSpec
-    stacks_layers: ClassVar[bool] = False
 
     @staticmethod
     def supports(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from slipstream_kernels import ops
@@ -32,7 +31,6 @@ ABSORBED_QUERIES = 170
 @dataclass(frozen=True)
 class LatentBackend:
     spec: DecoderSpec
-    stacks_layers: ClassVar[bool] = False
 
     @staticmethod
     def supports(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from slipstream_kernels.attention.invariant_attention import MAX_GROUP
@@ -18,7 +17,6 @@ from slipstream.nn.spec import DecoderSpec
 @dataclass(frozen=True)
 class PagedAttention:
     spec: DecoderSpec
-    stacks_layers: ClassVar[bool] = False
 
     @staticmethod
     def supports(

@@ -26,7 +26,6 @@ class SplitKVAttention:
     """Queries stay as they are."""
 
     spec: DecoderSpec
-    stacks_layers: ClassVar[bool] = True
     _fp8_queries: ClassVar[bool] = False
 
     @staticmethod

@@ -1,1 +1,0 @@
-"""See slipstream_kernels.fused_decode."""
