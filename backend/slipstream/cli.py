@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import slipstream
+from slipstream.commands import serve
 from slipstream.core.errors import SlipstreamError
 
 # verb -> what `slipstream --help` says of it. Its module is slipstream.commands.<verb>, with "_" for "-".
@@ -45,7 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 done, 1 refused or failed with a reason on stderr, 2 wrong arguments, 130 interrupted."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        told = serve.advice(unknown) if arguments.command == "serve" else ""
+        parser.error(f"slipstream {arguments.command} has no {' '.join(unknown)}{told}")
     try:
         return arguments.run(arguments)
     except SlipstreamError as error:

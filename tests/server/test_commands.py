@@ -48,8 +48,9 @@ def test_light_verbs_need_no_torch() -> None:
     [
         (["bench", "--concurrency", "1,x"], "--concurrency='1,x': accepted: integers"),
         (["bench", "--output-tokens", "0"], "--output-tokens=0: accepted: 1 or more"),
-        (["bench", "--url", "127.0.0.1:1", "--concurrency", "1"], "onnect"),
-        (["chat", "--url", "127.0.0.1:1"], "onnect"),
+        (["bench", "--url", "127.0.0.1:1", "--concurrency", "1"], "start one with `slipstream serve`"),
+        (["chat", "--url", "127.0.0.1:1"], "start one with `slipstream serve`"),
+        (["serve", "/models/a"], "argument='/models/a': accepted: a checkpoint as --model"),
         (["serve", "--set", "a=b"], "needs --model"),
         (["serve", "--model", "/nowhere"], "no such folder"),
         (["serve", "--model-repository", "/nowhere"], "no such folder"),
@@ -67,6 +68,28 @@ def test_light_verbs_need_no_torch() -> None:
 def test_wrong_arguments(arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 1
     assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--tensor-parallel-size", "write --set tensor_parallel_size=VALUE"),
+        ("--enforce-eager", "use `cuda_graphs: off`"),
+        ("--port", "write --openai-port"),
+        ("--nonsense", "slipstream serve has no --nonsense"),
+    ],
+)
+def test_serve_says_what_to_write_for_options_of_others(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["serve", "--model", "x", option, "2"])
+    assert done.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_serve_refuses_a_wrong_setting_before_it_starts_a_server(demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seq='8': unknown parameter; did you mean max_num_seqs"):
+        serve.write_repository(tmp_path, str(demo_model), {"max_num_seq": "8"})
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:

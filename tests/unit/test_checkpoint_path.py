@@ -60,6 +60,19 @@ def test_the_field_that_named_the_checkpoint_is_told(fetch: Fetch) -> None:
             resolve_head("eagle_head", name)
 
 
+def test_what_is_no_checkpoint_is_told_with_what_is_accepted(fetch: Fetch, tmp_path: Path) -> None:
+    fetch(resolve_checkpoint, "config.json")
+    (tmp_path / "model.safetensors").touch()
+    for name, reason in {
+        "/nowhere": "no such folder",
+        "/nowhere/model.gguf": "no such file",
+        str(tmp_path / "model.safetensors"): "a file, and not a .gguf",
+        "org/other": "no such folder, and not to be had from the hub: there is none",
+    }.items():
+        with pytest.raises(ConfigError, match=f"='{name}': {reason}; accepted: a checkpoint folder, a .gguf file or"):
+            resolve_checkpoint(name)
+
+
 def test_other_fields_keep_their_name() -> None:
     with pytest.raises(ConfigError, match=r"^dtype='q': accepted"), naming("draft_model"):
         raise ConfigError("dtype", "q", "accepted: float32")

@@ -138,7 +138,10 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"speculative_method": "eagle"}, "eagle_head='': needed for speculative_method eagle"),
         ({"speculative_method": "draft_model"}, "draft_model='': needed for speculative_method draft_model"),
         ({"speculative_method": "medusa", "medusa_heads": "/nowhere"}, "medusa_heads='/nowhere': no such folder"),
-        ({"model": ""}, "model='': missing; accepted: a checkpoint folder"),
+        ({"quantization": "awq"}, "quantization='awq': leave it out: config.json"),
+        ({"enable_expert_parallel": "true"}, "enable_expert_parallel='true': .*use `expert_parallel`"),
+        ({"model": ""}, "model='': missing; accepted: a checkpoint folder, a .gguf file or"),
+        ({"model": "./nowhere.gguf"}, "model='./nowhere.gguf': no such file: .*/llm/nowhere.gguf; accepted: a path"),
         ({"model": "./nowhere"}, "model='./nowhere': no such folder: .*/llm/nowhere; accepted: a path relative to"),
         ({"tokenizer_dir": "../nowhere"}, "tokenizer='../nowhere': no such folder"),
     ],
@@ -263,7 +266,9 @@ def test_validate_needs_a_model_folder_with_a_version(tmp_path: Path, capsys: py
     assert "accepted: a model folder, which holds a config.pbtxt" in capsys.readouterr().err
     (tmp_path / "config.pbtxt").write_text('backend: "slipstream"\n' + parameters(model="/m"))
     assert cli.main(["validate", str(tmp_path)]) == 1
-    assert "such as 1/" in capsys.readouterr().err
+    assert f"has no version folder, which Triton needs; make one, which may stay empty: mkdir {tmp_path}/1" in (
+        capsys.readouterr().err
+    )
 
 
 def test_validate_gives_the_arithmetic_of_a_cache_that_is_too_small(tmp_path: Path) -> None:

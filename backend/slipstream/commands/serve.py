@@ -24,13 +24,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from slipstream.commands import server_tree
 from slipstream.commands.serve_openai import add_passed_on, passed_on
 from slipstream.core.config import ServingConfig
+from slipstream.core.config_parse import parse_parameters
+from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.errors import ConfigError
 
 SOURCE_TREE = Path(__file__).resolve().parents[3]
@@ -111,11 +113,12 @@ def find_tritonserver() -> tuple[Path | None, str]:
 
 
 def write_repository(folder: Path, model: str, settings: Mapping[str, str]) -> Path:
-    """A repository of one model, `llm`. Raises ConfigError for a checkpoint that is not there."""
+    """A repository of one model, `llm`. Raises ConfigError for a checkpoint that is not there and a wrong setting."""
     from slipstream.nn.checkpoint_path import resolve_checkpoint
 
     parameters = {"model": str(resolve_checkpoint(model).resolve()), **settings}
     (folder / "llm/1").mkdir(parents=True)
+    parse_parameters(parameters, folder / "llm")  # a wrong one is said at once, not behind a hundred lines of a server
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
     (folder / "llm/config.pbtxt").write_text("\n".join(['name: "llm"', 'backend: "slipstream"', *lines]) + "\n")
     return folder
@@ -140,7 +143,25 @@ def _is_given(option: str, arguments: argparse.Namespace) -> bool:
     return any(argument.startswith(name) for argument in arguments.server_arguments)
 
 
+def advice(unknown: Sequence[str]) -> str:
+    """What to write instead of options that this verb does not have, such as vLLM's; "" where that is not known."""
+    ours = {name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
+    lines = []
+    for word in unknown:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if name in ours:
+            lines.append(f"{word}: a parameter of the model; write --set {name}=VALUE")
+        elif name in FOREIGN:
+            lines.append(f"{word}: {FOREIGN[name][1]}")
+        elif name == "port":
+            lines.append(f"{word}: write --openai-port, or --http-port for Triton's own protocol")
+    return "".join(f"\n  {line}" for line in lines)
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.server_arguments and not arguments.server_arguments[0].startswith("-"):
+        wanted = "accepted: a checkpoint as --model FOLDER_OR_ID, a folder of models as --model-repository DIR"
+        raise ConfigError("argument", arguments.server_arguments[0], wanted)
     server, place = (arguments.tritonserver, "--tritonserver") if arguments.tritonserver else find_tritonserver()
     if server is None:
         raise ConfigError("tritonserver", "", f"not found: {place}; `slipstream doctor` says more")
@@ -182,7 +203,8 @@ def supervise(command: list[str], repository: Path, arguments: argparse.Namespac
     check_ports(arguments)
     print(" ".join(command), flush=True)
     if not GPU_DRIVER.exists():
-        print("no GPU here: the server's line `CudaDriverHelper has not been initialized` is no error", flush=True)
+        harmless = "`CudaDriverHelper has not been initialized` and `unable to create stream for ensemble`"
+        print(f"no GPU here: the server's lines {harmless} are no errors", flush=True)
     server = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGINT, InterruptHandler(server))

@@ -49,9 +49,17 @@ async def generate(stub: Any, generation: Generation) -> AsyncIterator[Response]
         if await call.code() is not grpc.StatusCode.OK:
             raise RequestError("the server says", await call.details() or str(await call.code()))
     except grpc.aio.AioRpcError as error:
-        raise RequestError("the server says", error.details() or str(error.code())) from None
+        raise _refusal(error) from None
     finally:
         call.cancel()
+
+
+def _refusal(error: Any) -> RequestError:
+    details = error.details() or str(error.code())
+    if "failed to connect" in details:
+        advice = "start one with `slipstream serve`, or give HOST:PORT of its gRPC"
+        return RequestError("--url", f"no server answers there; {advice} ({details})")
+    return RequestError("the server says", details)
 
 
 async def model_parameters(stub: Any, model: str) -> dict[str, str]:
@@ -62,5 +70,5 @@ async def model_parameters(stub: Any, model: str) -> dict[str, str]:
     try:
         reply = await stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=10)
     except grpc.aio.AioRpcError as error:
-        raise RequestError("the server says", error.details() or str(error.code())) from None
+        raise _refusal(error) from None
     return {name: value.string_value for name, value in reply.config.parameters.items()}

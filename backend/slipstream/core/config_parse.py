@@ -150,6 +150,8 @@ def _typed(parameter: Parameter, name: str, value: object, default: object) -> A
         typed = _number(name, value, type(default))
     else:
         word = str(value).strip()
+        if word in parameter.foreign:
+            raise ConfigError(name, value, parameter.foreign[word])
         typed = parameter.synonyms.get(word, word)
     if parameter.accepted and typed not in parameter.accepted:
         close = difflib.get_close_matches(typed, parameter.accepted, n=1)
@@ -217,9 +219,9 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
     if found.exists():
         return str(found)
     if value.startswith(".") or value.count("/") != 1:
-        raise ConfigError(
-            name, value, f"no such folder: {found}; accepted: a path relative to {model_dir}, or an absolute one"
-        )
+        kind = "file" if found.suffix == ".gguf" else "folder"
+        accepted = f"accepted: a path relative to {model_dir}, or an absolute one"
+        raise ConfigError(name, value, f"no such {kind}: {found}; {accepted}")
     return value
 
 
@@ -265,7 +267,7 @@ def check(config: EngineConfig) -> None:
     """Refuse invalid combinations. Raises ConfigError."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     if not model.model and not (config.task != "generate" and model.tokenizer):
-        accepted = "a checkpoint folder or a Hugging Face id"
+        accepted = "a checkpoint folder, a .gguf file or a Hugging Face id"
         raise ConfigError(
             "model", "", f"missing; accepted: {accepted if config.task == 'generate' else f'{accepted}, or tokenizer'}"
         )

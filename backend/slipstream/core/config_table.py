@@ -56,6 +56,8 @@ _POWER_OF_TWO: dict[str, Any] = {
 _MOST_DRAFTS = 63  # core/drafts.py
 _MOST_LAYERS = 1000  # of a stage
 _METHODS = DRAFT_METHODS.names()
+# what vLLM's `quantization` says of checkpoints that are stored so
+_STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt")
 
 
 def _are_methods(value: str) -> bool:
@@ -113,7 +115,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("max_model_len", "model.max_model_len", "Longest sequence, prompt and output together; 0: the checkpoint's.", ("max_seq_len",), **at_least(0)),
     Parameter("rope_scaling", "model.rope_scaling", "JSON that replaces the checkpoint's rope scaling, such as `{\"rope_type\": \"yarn\", \"factor\": 4.0, \"original_max_position_embeddings\": 32768}`; empty: the checkpoint's ([what it changes](long-context.md#rope-scaling)).", limits="a JSON object"),
     Parameter("device", "model.device", "`auto`, `cpu`, `cuda` or `cuda:<index>`.", limits="auto, cpu, cuda or cuda:<index>", is_good=lambda v: str(v).split(":")[0] in ("auto", "cpu", "cuda")),
-    Parameter("quantization", "model.quantization", "How linear layers are stored and multiplied ([formats](quantization.md#formats)); `auto`: as the checkpoint stores them. An unquantised checkpoint is quantised while it is loaded.", limits="a registered method"),
+    Parameter("quantization", "model.quantization", "How linear layers are stored and multiplied ([formats](quantization.md#formats)); `auto`: as the checkpoint stores them. An unquantised checkpoint is quantised while it is loaded.", limits="a registered method", foreign=dict.fromkeys(_STORED_FORMATS, "leave it out: config.json of a quantised checkpoint names its format")),
     Parameter("quantization_group_size", "model.quantization_group_size", "Input features that share a scale of 4-bit weights; -1: all of a row; 0: the checkpoint's, or 128.", limits=f"one of {', '.join(map(str, GROUP_SIZES))}", is_good=lambda value: value in GROUP_SIZES),
     Parameter("quantize_lm_head", "model.quantize_lm_head", "Quantise the output head by the same method, also if the checkpoint leaves it alone or ties it to the embedding."),
     Parameter("attention_backend", "model.attention_backend", "Attention implementation; empty: the first that fits. `split_kv_fp8` is for an FP8 cache and rounds queries of long prompts to e4m3; `cpu` is for CPUs whose cache has the model's type."),
@@ -270,8 +272,8 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "lora_extra_vocab_size": (("", "0"), "remove it: adapters do not extend the vocabulary"),
     "lora_dtype": (("", "auto"), "remove it: adapters have the type of activations"),
     "enable_prompt_adapter": (("false",), "remove it: requests bring `prompt_embedding_table`"),
-    "data_parallel_size": (("1",), "remove it: start one server for each copy of the model"),
-    "enable_expert_parallel": (("false",), "remove it: experts are split with `tensor_parallel_size`"),
+    "data_parallel_size": (("1",), "remove it: `instance_group` has the number of engines"),
+    "enable_expert_parallel": (("false",), "use `expert_parallel` with `tensor_parallel_size`"),
     "distributed_executor_backend": (("", "mp", "uni"), _OTHER_ENGINE),
     "worker_cls": (("", "auto"), _OTHER_ENGINE),
     "model_impl": (("", "auto", "vllm"), _OTHER_ENGINE),

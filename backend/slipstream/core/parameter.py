@@ -12,7 +12,8 @@ class Parameter:
     """name: in config.pbtxt. path: where EngineConfig has it, such as "model.dtype".
 
     aliases: other backends' names of the same thing. accepted: the words accepted, or "" for any; is_good: a check of
-    the typed value, described by `limits`. synonyms: other backends' words -> ours.
+    the typed value, described by `limits`. synonyms: other backends' words -> ours. foreign: other backends' words that
+    are refused -> what to do instead.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Parameter:
     limits: str = ""
     is_good: Callable[[Any], bool] = lambda value: True
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    foreign: Mapping[str, str] = field(default_factory=dict)
 
 
 def at_least(low: int) -> dict[str, Any]:

@@ -74,9 +74,8 @@ def newest_version(folder: Path) -> int:
     """The version that Triton's default policy serves. Raises ConfigError when there is none."""
     versions = [int(entry.name) for entry in folder.iterdir() if entry.is_dir() and entry.name.isdigit()]
     if not versions:
-        raise ConfigError(
-            "version", str(folder), "accepted: a folder with a version folder in it, such as 1/ (may be empty)"
-        )
+        told = "it has no version folder, which Triton needs; make one, which may stay empty"
+        raise ConfigError("model_dir", str(folder), f"{told}: mkdir {folder / '1'}")
     return max(versions)
 
 

@@ -13,6 +13,7 @@ _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _TOKENIZER_NAMES = ("*token*", "vocab.*", "*.model", "*.tiktoken")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _HEAD_FILES = ("*.json", "*.safetensors")
+_ACCEPTED = "accepted: a checkpoint folder, a .gguf file or a hub id like org/name"
 _PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published only as pickled state dicts
 
 
@@ -65,13 +66,19 @@ def _converted(path: Path) -> Path:
 
 def _fetch(field: str, name: str, files: tuple[str, ...]) -> Path:
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(
-            field, name, "no such folder; accepted: a checkpoint folder, a .gguf file or a hub id like org/name"
+        path = Path(name).expanduser()
+        found = (
+            "a file, and not a .gguf" if path.is_file() else f"no such {'file' if path.suffix == '.gguf' else 'folder'}"
         )
+        raise ConfigError(field, name, f"{found}; {_ACCEPTED}")
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except huggingface_hub.errors.RepositoryNotFoundError as error:  # the hub says this of gated ones, too
+        reason = "it has none of this name, or shows it only to accounts that may read it (HF_TOKEN)"
+        raise ConfigError(field, name, f"no such folder, and not to be had from the hub: {reason}") from error
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(field, name, f"no such folder, and not to be had from the hub: {reason}") from error
+        told = f"no such folder, and not to be had from the hub: {reason}"
+        raise ConfigError(field, name, f"{told}; {_ACCEPTED}") from error
