@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, make_engine, model_worker, run_steps
 from llm_server import parameter
-from lora_adapters import ALL, as_sent, make_adapter, merged
+from lora_adapters import ALL, PROMPT, answers, as_sent, make_adapter, merged, serving, three_adapters
 from safetensors.torch import load_file, save_file
 from slipstream.core.adapters import Matrix, SentAdapter
 from slipstream.core.config import SpeculationConfig
@@ -26,36 +26,10 @@ from slipstream.nn.linear import Linear
 from slipstream_kernels import ops
 from tiny_model import make_tiny_windowed
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-
 
 @pytest.fixture(scope="module")
 def adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("adapters")
-    make_adapter(root / "all", tiny_llama, 1)
-    make_adapter(root / "queries", tiny_llama, 2, rank=2, modules=("q_proj", "down_proj"), lora_alpha=6)
-    make_adapter(root / "rooted", tiny_llama, 3, rank=4, use_rslora=True, alpha_pattern={"v_proj": 1})
-    return {folder.name: folder for folder in root.iterdir()}
-
-
-def serving(checkpoint: Path, adapters: Mapping[str, Path], **settings: object) -> Engine:
-    modules = json.dumps({name: str(folder) for name, folder in adapters.items()})
-    model = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 6, "lora_modules": modules, **settings}
-    return make_engine(checkpoint, model)
-
-
-def answers(engine: Engine, asked: Sequence[tuple[str, list[int]]], **params: object) -> list[list[int]]:
-    """Of requests that run together: the tokens of each."""
-    told = {}
-    for name, prompt in asked:
-        request = Request(prompt, replace(GREEDY, **params), adapter_name=name)
-        told[engine.submit(request)[0].sequence_id] = []
-    while engine.has_work:
-        for output in engine.step():
-            assert not output.error, output.error
-            told[output.request.sequence_id] += output.new_token_ids
-    assert engine.error is None
-    return list(told.values())
+    return three_adapters(tmp_path_factory.mktemp("adapters"), tiny_llama)
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,59 @@
-"""PEFT folders with random adapters for a checkpoint, and the checkpoint with an adapter merged into it."""
+"""PEFT folders with random adapters for a checkpoint, the checkpoint with one merged, engines that serve them."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from engine_driver import GREEDY, make_engine
 from safetensors.torch import load_file, save_file
+from slipstream.core.config import ParallelConfig
+from slipstream.core.request import Request
+from slipstream.engine.engine import Engine
 
 MODULE_IDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "up_proj": 7, "down_proj": 6}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+
+
+def serving(
+    checkpoint: Path,
+    adapters: Mapping[str, Path],
+    parallel: ParallelConfig | None = None,
+    cache: dict[str, object] | None = None,
+    **settings: object,
+) -> Engine:
+    modules = json.dumps({name: str(folder) for name, folder in adapters.items()})
+    model = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 6, "lora_modules": modules, **settings}
+    return make_engine(checkpoint, model, cache, parallel=parallel)
+
+
+def answers(engine: Engine, asked: Sequence[tuple[str, list[int]]], **params: object) -> list[list[int]]:
+    """Of requests that run together: the tokens of each."""
+    told = {}
+    for name, prompt in asked:
+        request = Request(prompt, replace(GREEDY, **params), adapter_name=name)
+        told[engine.submit(request)[0].sequence_id] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert not output.error, output.error
+            told[output.request.sequence_id] += output.new_token_ids
+    assert engine.error is None
+    return list(told.values())
+
+
+def three_adapters(root: Path, checkpoint: Path) -> dict[str, Path]:
+    """By name: of all modules, of two with a rank and a scale of their own, and rank-stabilised."""
+    make_adapter(root / "all", checkpoint, 1)
+    make_adapter(root / "queries", checkpoint, 2, rank=2, modules=("q_proj", "down_proj"), lora_alpha=6)
+    make_adapter(root / "rooted", checkpoint, 3, rank=4, use_rslora=True, alpha_pattern={"v_proj": 1})
+    return {folder.name: folder for folder in root.iterdir()}
 
 
 def make_adapter(

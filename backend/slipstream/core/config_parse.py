@@ -298,16 +298,17 @@ def _check_nodes(parallel: ParallelConfig) -> None:
 
 
 def _check_lora(config: EngineConfig) -> None:
-    model, size = config.model, config.parallel.tensor_parallel_size
+    model, parallel = config.model, config.parallel
     if not model.enable_lora:
         values = model.lora_modules, model.lora_root, model.lora_cache_bytes
         for name, value in zip(("lora_modules", "lora_root", "lora_cache_host_memory_bytes"), values):
             if value:
                 raise ConfigError(name, value, "accepted with enable_lora=true")
-    elif size > 1:
-        raise ConfigError("enable_lora", True, f"accepted with tensor_parallel_size=1, not {size}")
-    elif (num_stages := config.parallel.pipeline_parallel_size) > 1:
-        raise ConfigError("enable_lora", True, f"accepted with pipeline_parallel_size=1, not {num_stages}")
+    elif parallel.num_nodes > 1:
+        raise ConfigError("enable_lora", True, f"accepted with num_nodes=1, not {parallel.num_nodes}")
+    elif parallel.pipeline_parallel_size > 1:
+        stages = parallel.pipeline_parallel_size
+        raise ConfigError("enable_lora", True, f"accepted with pipeline_parallel_size=1, not {stages}")
     elif model.deterministic:
         raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
     elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:

@@ -11,6 +11,7 @@ import json
 import logging
 import operator
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.core.adapters import Adapter
@@ -22,7 +23,7 @@ from slipstream.core.setting_values import shown
 from slipstream.engine.sent_adapters import SentAdapters
 from slipstream.nn.adapter_files import AdapterModel, ranks_of, read_adapter
 from slipstream.nn.load import lora_targets, planned_model
-from slipstream.nn.lora import LoraPair
+from slipstream.nn.lora import LoraPair, PackedPairs
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.memory_plan import Hardware
@@ -42,7 +43,8 @@ class Adapters:
         if config.enable_lora:
             self._model = _adapter_model(config, spec, hardware)
             limit = config.lora_cache_bytes
-            self._sent = SentAdapters(self._model.targets, config.max_lora_rank, hardware.dtype, self._numbers, limit)
+            self._goes_to_ranks = hardware.parallel.num_ranks > 1
+            self._sent = SentAdapters(self._model, hardware.dtype, self._numbers, limit, self._goes_to_ranks)
             for name, folder in _named_folders(config):
                 self._put(self._read(name, folder))
 
@@ -103,9 +105,13 @@ class Adapters:
             raise RequestError("lora_name", f"{limit} adapters are loaded, accepted: at most max_cpu_loras={limit}")
 
     def _read(self, name: str, folder: Path) -> Adapter:
-        pairs = read_adapter(folder, self._model, self._hardware.dtype)
+        pairs: Mapping[str, LoraPair] = read_adapter(folder, self._model, self._hardware.dtype)
         num_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
-        if self._hardware.device.type == "cuda":  # for copies that the engine's thread does not wait for
+        is_pinned = self._hardware.device.type == "cuda"  # for copies that the engine's thread does not wait for
+        if self._goes_to_ranks:
+            packed = PackedPairs.of(pairs)
+            pairs = packed.pin_memory() if is_pinned else packed
+        elif is_pinned:
             pairs = {module: LoraPair(pair.a.pin_memory(), pair.b.pin_memory()) for module, pair in pairs.items()}
         logger.info("adapter %s: %d modules of %s, %.1f MB", name, len(pairs), folder, num_bytes / 1e6)
         return Adapter(name, next(self._numbers), pairs, num_bytes, str(folder))

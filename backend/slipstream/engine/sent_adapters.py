@@ -17,8 +17,8 @@ import torch
 from slipstream.core.adapters import Adapter, SentAdapter
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import Request
-from slipstream.nn.adapter_files import finite_pair
-from slipstream.nn.lora import LoraPair, LoraTarget
+from slipstream.nn.adapter_files import AdapterModel, finite_pair
+from slipstream.nn.lora import LoraPair, LoraTarget, PackedPairs
 
 # TensorRT-LLM's module ids, by the parts that a module is of. Its converter calls Hugging Face's gate 5 and up 7.
 MODULES: Mapping[int, tuple[str, ...]] = {
@@ -34,13 +34,20 @@ MODULES: Mapping[int, tuple[str, ...]] = {
 
 
 class SentAdapters:
-    """limit: bytes of all of them, also of those that only running requests still have."""
+    """limit: bytes of all of them, also of those that only running requests still have. goes_to_ranks: other processes
+    get them too."""
 
     def __init__(
-        self, targets: Mapping[str, LoraTarget], max_rank: int, dtype: torch.dtype, numbers: Iterator[int], limit: int
+        self,
+        model: AdapterModel,
+        dtype: torch.dtype,
+        numbers: Iterator[int],
+        limit: int,
+        goes_to_ranks: bool,
     ) -> None:
-        self._modules = {(target.layer, target.names): module for module, target in targets.items()}
-        self._targets, self._max_rank, self._dtype = targets, max_rank, dtype
+        self._targets, self._max_rank, self._dtype = model.targets, model.max_rank, dtype
+        self._modules = {(target.layer, target.names): module for module, target in self._targets.items()}
+        self._goes_to_ranks = goes_to_ranks
         self._numbers, self._limit = numbers, limit
         self._live: weakref.WeakSet[Adapter] = weakref.WeakSet()  # known ones, and those that requests still have
         self._known: OrderedDict[tuple[bytes, int], Adapter] = OrderedDict()
@@ -53,7 +60,7 @@ class SentAdapters:
         key = request.prefix_key, sent.task_id
         if sent.weights is not None:
             pairs = self._pairs(sent)
-            return self._keep(key, pairs)
+            return self._keep(key, PackedPairs.of(pairs) if self._goes_to_ranks else pairs)
         with self._lock:
             adapter = self._known.get(key)
             if adapter is None:

@@ -8,6 +8,7 @@ arXiv:2311.03285.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +49,8 @@ class LoraLinear(Linear):
     for its own product.
 
     a: [parts, slots, rank, in_features]; b: [slots, rank, out_features], in the type of activations. The rest of a
-    slot whose adapter has a lower rank is zero.
+    slot whose adapter has a lower rank is zero. With tensor parallel a "column" shard holds all of A and its rows of B;
+    a "row" shard its features of A and all of B, and its result is summed over the ranks together with the product's.
     """
 
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
@@ -60,6 +62,14 @@ class LoraLinear(Linear):
         shapes = (len(self._sizes), *slots, self.spec.in_features), (*slots, sum(self._sizes))
         self.a, self.b = (torch.zeros(shape, dtype=context.dtype, device=context.device) for shape in shapes)
         self._columns = [slice(end - rows, end) for end, rows in zip(accumulate(self._sizes), self._sizes)]
+        first, _ = self.spec.columns or (0, 0)
+        self._own_features = slice(first, first + self.spec.in_features)
+        self._own_rows = [self._whole.rows_of(part, rows, context.parallel) for part, rows in self._whole.parts]
+
+    @property
+    def stored_spec(self) -> LinearSpec:
+        """Of all ranks together, as adapters are stored."""
+        return self._whole
 
     @property
     def activation_quant(self) -> ActivationQuant[ops.Activation]:
@@ -84,12 +94,12 @@ class LoraLinear(Linear):
         self.b[slot] = 0.0
 
     def put_a(self, slot: int, part: int, a: Tensor) -> None:
-        """a: [r, in_features], r at most the slots' rank."""
-        self.a[part, slot, : len(a)].copy_(a, non_blocking=True)
+        """a: [r, in_features] of all ranks, r at most the slots' rank."""
+        self.a[part, slot, : len(a)].copy_(a[:, self._own_features], non_blocking=True)
 
     def put_b(self, slot: int, part: int, b: Tensor) -> None:
-        """b: [rows of the part, r], with the adapter's scale in it."""
-        self.b[slot, : b.shape[1], self._columns[part]].copy_(b.t(), non_blocking=True)
+        """b: [rows of the part of all ranks, r], with the adapter's scale in it."""
+        self.b[slot, : b.shape[1], self._columns[part]].copy_(b[self._own_rows[part]].t(), non_blocking=True)
 
 
 def make_linear(spec: LinearSpec, context: LayerContext) -> Linear:
@@ -103,6 +113,47 @@ class LoraPair:
 
     a: Tensor
     b: Tensor
+
+
+class PackedPairs(Mapping[str, LoraPair]):
+    """Pairs that other processes get: a view of one tensor each, so that all are sent as one run of bytes.
+
+    The 448 tensors of rank 16 for an 8B model, 84 MB, take 1.3 s to pickle one by one and 0.03 s so.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[torch.Size, torch.Size]], numbers: Tensor) -> None:
+        self._shapes, self._numbers = dict(shapes), numbers
+        counts = [shape.numel() for pair in self._shapes.values() for shape in pair]
+        views = iter(numbers.split(counts))
+        self._pairs = {
+            module: LoraPair(next(views).view(shape_a), next(views).view(shape_b))
+            for module, (shape_a, shape_b) in self._shapes.items()
+        }
+
+    @staticmethod
+    def of(pairs: Mapping[str, LoraPair]) -> PackedPairs:
+        shapes = {module: (pair.a.shape, pair.b.shape) for module, pair in pairs.items()}
+        return PackedPairs(shapes, torch.cat([one.flatten() for pair in pairs.values() for one in (pair.a, pair.b)]))
+
+    def pin_memory(self) -> PackedPairs:
+        return PackedPairs(self._shapes, self._numbers.pin_memory())
+
+    def __getitem__(self, module: str) -> LoraPair:
+        return self._pairs[module]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        data = pickle.PickleBuffer(self._numbers.view(torch.uint8).numpy().data)
+        return _unpacked, (self._shapes, self._numbers.dtype, data)
+
+
+def _unpacked(shapes: Mapping[str, tuple[torch.Size, torch.Size]], dtype: torch.dtype, data: bytearray) -> PackedPairs:
+    return PackedPairs(shapes, torch.frombuffer(data, dtype=dtype))
 
 
 @dataclass(frozen=True)
@@ -143,7 +194,7 @@ class LoraTargets:
             slots: list[tuple[str, str, WeightSlot]] = []
             for linear in layer.linears():
                 if isinstance(linear, LoraLinear):
-                    for part, (name, num_rows) in enumerate(linear.spec.parts):
+                    for part, (name, num_rows) in enumerate(linear.stored_spec.parts):
                         parts.setdefault(tensor_name(names, name, index), []).append((linear, part))
                         own_names.setdefault(tensor_name(names, name, index), []).append(name)
                         load = partial(self._put_b, linear, part)
@@ -152,7 +203,7 @@ class LoraTargets:
             for stored, slot in stored_slots(slots, names, index, heads).items():
                 module = stored.removesuffix(".weight")
                 own = tuple(parts[module])
-                in_features = own[0][0].spec.in_features
+                in_features = own[0][0].stored_spec.in_features
                 yield module, LoraTarget(index, tuple(own_names[module]), in_features, slot.shape[0], own, slot)
 
     def _put_b(self, linear: LoraLinear, part: int, b: Tensor) -> None:
