@@ -117,3 +117,5 @@ class PrefillBudget:
         if self._pace is not None and step.requests:
             self._pace.note(step.prefill_weight, step.num_decodes > 0, now - max(self._last_noted, step.scheduled_at))
         self._last_noted = now
+        if step is self._step:
+            self._step = ScheduledStep()  # what its requests hold, such as adapters, is free when they have ended
