@@ -118,7 +118,7 @@ class LoraPair:
 class PackedPairs(Mapping[str, LoraPair]):
     """Pairs that other processes get: a view of one tensor each, so that all are sent as one run of bytes.
 
-    The 448 tensors of rank 16 for an 8B model, 84 MB, take 1.3 s to pickle one by one and 0.03 s so.
+    The 448 tensors of rank 16 for an 8B model, 84 MB, take 160 ms to pickle one by one and 70 ms so.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[torch.Size, torch.Size]], numbers: Tensor) -> None:
