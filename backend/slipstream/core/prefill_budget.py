@@ -107,6 +107,9 @@ class PrefillBudget:
         if self._left == self._full:
             most = max(most, min(MIN_CHUNK, self._limit))
         num_new = int(min(num_missing, budget, most))
+        if self._full < math.inf and 0 < num_missing - num_new < MIN_CHUNK <= num_new:
+            # The rest is a chunk that is not short: behind a long context a short one takes longer than this one.
+            num_new = max(num_missing - MIN_CHUNK, num_missing // 2)
         self._left = max(0.0, self._left - num_new * weight)
         self._step.prefill_weight += num_new * weight
         return num_new
