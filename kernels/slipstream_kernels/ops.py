@@ -7,6 +7,7 @@ Importing this module does not import triton: that happens when a triton impleme
 from slipstream_kernels.attention.decode_attention import decode_attention
 from slipstream_kernels.attention.invariant_attention import invariant_attention
 from slipstream_kernels.attention.latent_attention import latent_attention
+from slipstream_kernels.attention.limits import split_sums_bytes
 from slipstream_kernels.attention.merge_attention import merge_attention
 from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.attention.ragged_attention import ragged_attention
@@ -168,6 +169,7 @@ __all__ = [
     "silu_mul_fp8",
     "skinny_gemm",
     "slot_table",
+    "split_sums_bytes",
     "stage_fp8_keys",
     "swap_ab_gemm",
     "tile_rows",

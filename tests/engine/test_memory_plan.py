@@ -10,9 +10,10 @@ import torch
 from engine_driver import make_engine
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
+from slipstream.worker.workspace import workspace_bytes
 from speculation_config import speculation_config
 
 CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
@@ -64,6 +65,24 @@ def test_the_workspace_holds_weights_written_out(
     more = plan_memory(wide, config, GPU, GIB).workspace_bytes - plain
     assert more == largest.num_parameters * bytes_per_weight
     assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "latent", "num_bytes"),
+    [
+        (128, None, 2 * 132 * 128 * 136 * 4),  # 128 rows: 128 outputs each, maximum and normaliser of each thread's two
+        (192, LatentSpec(512, 128, 64, 128), 2 * 132 * 64 * 514 * 4),  # 64 rows of 512 outputs and two sums
+        (80, None, 0),
+    ],
+)
+def test_the_workspace_holds_what_splits_of_keys_leave(
+    spec: DecoderSpec, head_dim: int, latent: LatentSpec | None, num_bytes: int
+) -> None:
+    """In fp32, two for each of a Hopper GPU's 132 SMs."""
+    own = deep(spec).map_attention(lambda attention: replace(attention, head_dim=head_dim, latent=latent))
+    config = replace(_config(), model=ModelConfig(max_model_len=256, cuda_graphs="off"))
+    on_gpu, on_cpu = (workspace_bytes(own, config, replace(CPU, device=torch.device(kind))) for kind in ("cuda", "cpu"))
+    assert on_gpu - on_cpu == num_bytes
 
 
 def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> None:

@@ -5,7 +5,12 @@ Pure arithmetic, once at load.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.cuda.device import count_sms
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
@@ -25,6 +30,7 @@ LOGITS_COPIES = 6
 # activations of one token that live at once: residual, normed, qkv, attention output; gate, up and their product
 HIDDEN_COPIES = 8
 INTERMEDIATE_COPIES = 3
+MOST_SMS = 132  # of a Hopper GPU, where none is at hand to ask
 
 
 def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
@@ -41,7 +47,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware)
     attentions = own.of_rank(parallel).attentions
     features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
     features += len(parallel.layers) * num_tokens * spec.hidden_size  # on their way to the next stage
-    return logits + features * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
+    others = _split_sums_bytes(attentions, hardware.device) + _written_out_bytes(spec, config, hardware)
+    return logits + features * hardware.dtype.itemsize + others
 
 
 def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
@@ -55,6 +62,17 @@ def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
     unabsorbed = made + 2 * latent.value_dim
     of_heads = attention.num_q_heads * (attention.head_dim + max(absorbed, unabsorbed))
     return num_tokens * (of_heads + row) + PREFIX_TOKENS * (attention.num_q_heads * made + row)
+
+
+def _split_sums_bytes(attentions: Iterable[AttentionSpec], device: torch.device) -> int:
+    """Of the layer whose attention needs most; layers follow each other."""
+    if device.type != "cuda":
+        return 0
+    num_sms = count_sms(device) if torch.cuda.is_available() else MOST_SMS
+    return max(
+        ops.split_sums_bytes(num_sms, attention.head_dim, is_latent=attention.latent is not None)
+        for attention in attentions
+    )
 
 
 def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:

@@ -103,9 +103,10 @@ def latent_attention(call: LatentCall) -> None:
 
 def run(call: LatentCall, schedule: Schedule) -> None:
     """The call with a given schedule, whose CTAs must fit on the device at once or run in any order."""
-    space = workspace(call.q.device, schedule.num_shares * schedule.num_lanes)
+    device = call.q.device  # one workspace for all schedules of a device, which have as many CTAs as SMs or a few less
+    space = workspace(device, max(count_sms(device), schedule.num_shares * schedule.num_lanes))
     params, _plan = arguments(call, schedule, space)
-    launch("latent_attention", load(SOURCE, ()), params, call.q.device)
+    launch("latent_attention", load(SOURCE, ()), params, device)
 
 
 def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:
@@ -115,13 +116,22 @@ def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:
     return Schedule(num_sms // num_lanes, num_lanes)
 
 
+def workspace_bytes(num_sms: int) -> int:
+    """Of a device's workspace, which it keeps."""
+    return _workspace_rows(num_sms) * (RANK + 2) * 4
+
+
+def _workspace_rows(num_ctas: int) -> int:
+    """A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on."""
+    return 2 * num_ctas * ROWS
+
+
 @lru_cache
 def workspace(device: torch.device, num_ctas: int) -> Workspace:
     """The device's workspace, made on first use: run a step before capturing CUDA graphs."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("latent_attention: first use here lies inside a graph capture; run it once before")
-    # A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on.
-    rows = 2 * num_ctas * ROWS
+    rows = _workspace_rows(num_ctas)
     return Workspace(
         partial_out=torch.empty(rows * RANK, dtype=torch.float32, device=device),
         partial_state=torch.empty(rows * 2, dtype=torch.float32, device=device),

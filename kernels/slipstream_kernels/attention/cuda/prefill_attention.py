@@ -158,9 +158,13 @@ def _parts(call: AttentionCall) -> torch.Tensor | None:
     """Room for what the CTAs that share keys leave for each other: 68 numbers of a thread at head_dim 128."""
     if call.max_seq_len < MIN_SPLIT_LEN:
         return None
-    head_dim = call.q.shape[2]
-    numbers = PARTS_PER_SM * count_sms(call.q.device) * WARPS_OF_TILE[head_dim] * 32 * (head_dim // 2 + 4)
-    return torch.empty(numbers, dtype=torch.float32, device=call.q.device)
+    num_bytes = parts_bytes(count_sms(call.q.device), call.q.shape[2])
+    return torch.empty(num_bytes // 4, dtype=torch.float32, device=call.q.device)
+
+
+def parts_bytes(num_sms: int, head_dim: int) -> int:
+    """What a call over long sequences allocates for them; 0 for another head_dim, which is not served."""
+    return PARTS_PER_SM * num_sms * WARPS_OF_TILE.get(head_dim, 0) * 32 * (head_dim // 2 + 4) * 4
 
 
 def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> PrefillParams:
