@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from nodes import Node
 from patience import PATIENCE_S
 from processes import children_of
+from slipstream.core.adapters import Matrix
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
 from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import ConfigError, RankLostError
+from slipstream.core.logits_processors import ProcessorCall
+from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
@@ -131,6 +135,55 @@ def test_layers_with_windows_in_stages_of_two_ranks(tmp_path: Path) -> None:
     compare(tmp_path, "gemma3", ParallelConfig(2, pipeline_parallel_size=2, pipeline_layers="3,1"))
 
 
+class Asked(Told):
+    """The context's logits too."""
+
+    context: Sequence[bytes] | None = None
+
+    def take(self, output: StepOutput) -> None:
+        super().take(output)
+        self.context = self.context or output.context_logits
+
+
+def brought(engine: Engine, prompt: list[int]) -> list[tuple[list[int], list[np.ndarray]]]:
+    """Tokens and logits of requests with a processor of the operator's, with logits, and with a table of the model's
+    own embeddings, all in the same steps."""
+    forced = replace(GREEDY, logits_processors=(ProcessorCall("Force", {"token": 7}),), max_tokens=6)
+    both = replace(GREEDY, max_tokens=6, return_context_logits=True, return_generation_logits=True)
+    worker = engine.worker.worker if isinstance(engine.worker, LeadingWorker) else engine.worker
+    rows = worker.runner.model.embedding.weight[prompt[4:9]].half()  # type: ignore[attr-defined]
+    table = Matrix("e", tuple(rows.shape), rows.numpy().tobytes())
+    first = engine.spec.vocab_size
+    tabled = [*prompt[:4], *range(first, first + 5), *prompt[9:]]
+    asked = [Request(list(prompt), forced), Request(list(prompt), both), Request(tabled, GREEDY, prompt_table=table)]
+    told: dict[Request, Told] = {engine.submit(request)[0]: Asked() for request in asked}
+    run_steps(engine, told)
+    assert not any(one.error for one in told.values())
+    found = []
+    for one in told.values():
+        assert isinstance(one, Asked)
+        logits = [*(one.context or ()), *(entry.logits for entry in one.logprobs if entry.logits)]
+        found.append((one.token_ids, [np.frombuffer(row, np.float32) for row in logits]))
+    return found
+
+
+def test_what_requests_bring_and_ask_for_in_stages(llama: Path, prompts: list[list[int]]) -> None:
+    """Logits processors, logits of contexts and answers, tables of prompts; in chunks."""
+    found = []
+    for parallel in (ParallelConfig(), TWO):
+        processors = {"logits_processors": "own_processors:Force", "max_model_len": 128}
+        engine = make_engine(llama, processors, scheduler={"max_num_batched_tokens": 16}, parallel=parallel)
+        found.append(brought(engine, prompts[8]))
+        engine.close()
+    alone, staged = found
+    assert staged[0][0] == [7] * 6
+    assert [tokens for tokens, _ in staged] == [tokens for tokens, _ in alone]
+    assert [len(logits) for _, logits in staged] == [0, len(prompts[8]) + 6, 0]
+    for (_, own), (_, theirs) in zip(staged, alone, strict=True):
+        for one, other in zip(own, theirs, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 def test_a_cancelled_request_leaves_the_stages_to_the_others(llama: Path, prompts: list[list[int]]) -> None:
     """While its step is in them, with rows of prompt log-probabilities that nobody asks for any more. Then a stage
     is stopped, and every request ends."""
@@ -185,6 +238,10 @@ def test_a_stage_plans_for_its_layers(llama: Path) -> None:
         ({"pipeline_layers": "1,2"}, "pipeline_layers='1,2': accepted: 2 numbers of layers, together 4"),
         ({"pipeline_layers": "4"}, "pipeline_layers='4': accepted: 2 numbers of layers, together 4"),
         ({"pipeline_parallel_size": 1, "pipeline_layers": "4"}, "pipeline_layers='4': accepted with pipeline_parallel"),
+        (
+            {"tensor_parallel_size": 8},
+            "=8: 16 processes of a machine; accepted on a CPU: .* up to 8",
+        ),
         ({"expert_parallel": True}, "expert_parallel=True: accepted with tensor_parallel_size above 1"),
     ],
 )

@@ -53,8 +53,10 @@ def test_several_nodes_have_one_engine() -> None:
         with_replica(ParallelConfig(tensor_parallel_size=2, num_nodes=2), [{"count": 2}], 0)
 
 
-def config_of(replica: Replica, device: str = "auto", size: int = 1, num_threads: int = 0) -> EngineConfig:
-    parallel = ParallelConfig(tensor_parallel_size=size, replica=replica)
+def config_of(
+    replica: Replica, device: str = "auto", size: int = 1, num_threads: int = 0, stages: int = 1
+) -> EngineConfig:
+    parallel = ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=stages, replica=replica)
     return EngineConfig(model=ModelConfig(device=device, num_threads=num_threads), parallel=parallel)
 
 
@@ -72,6 +74,7 @@ def test_replicas_on_gpus_follow_each_other_or_are_where_the_group_says(monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for config, device in (
         (config_of(Replica(1, 2), size=2), "cuda:2"),
+        (config_of(Replica(1, 2), stages=2), "cuda:2"),
         (config_of(Replica(2, 3), "cuda:1"), "cuda:3"),
         (config_of(Replica(0, 2, (3,)), "cuda"), "cuda:3"),
         (config_of(Replica(0, 1, (2,))), "cuda:2"),
@@ -80,6 +83,7 @@ def test_replicas_on_gpus_follow_each_other_or_are_where_the_group_says(monkeypa
         assert placed(config).model.device == device
     for config, message in (
         (config_of(Replica(2, 3), size=2), "replica 2 needs GPUs 4 to 5 of 4"),
+        (config_of(Replica(1, 2), size=2, stages=2), "replica 1 needs GPUs 4 to 7 of 4"),
         (config_of(Replica(1, 2, (9,))), "replica 1 needs GPUs 9 to 9 of 4"),
         (config_of(Replica(1, 2, (1,)), "cuda:0"), "device='cuda:0': accepted where instance_group names GPUs"),
         (config_of(Replica(1, 2, (1,)), "cpu"), "device=cpu is the CPU here"),

@@ -26,6 +26,7 @@ from slipstream.worker.workspace import workspace_bytes
 
 MIB = 1 << 20
 DEFAULT_CPU_POOL_BYTES = 1 << 30
+MAX_CPU_RANKS = 8  # processes of a machine, where no number of devices bounds them
 CPU_SHARE_OF_FREE = 0.5  # a development machine has other things to do with its memory
 
 
@@ -69,6 +70,11 @@ def _first_rank(config: EngineConfig, device: torch.device) -> Parallel:
     if config.model.load_format == "null":
         raise ConfigError(field, value, "load_format=null computes nothing; accepted: 1")
     found, num_local = torch.cuda.device_count() - (device.index or 0), num_ranks // settings.num_nodes
+    if device.type == "cpu" and num_local > MAX_CPU_RANKS:
+        sizes = "tensor_parallel_size x pipeline_parallel_size / num_nodes"
+        raise ConfigError(
+            field, value, f"{num_local} processes of a machine; accepted on a CPU: {sizes} up to {MAX_CPU_RANKS}"
+        )
     if device.type == "cuda" and num_local > found:
         raise ConfigError(field, value, f"needs {num_local} GPUs; there are {found} usable ones from {device} on")
     return Parallel(0, size, splits_experts=settings.expert_parallel, num_nodes=settings.num_nodes)
