@@ -6,7 +6,8 @@ Every engine runs each format in a process of its own, one after the other, with
 (measures.py). Writes results/*.jsonl (every line measured), results/compare.json, results/table.md and results/plot.png
 (tokens/s over batch, TTFT over prompt length), and prints the table: ratios are rival over ours, above 1 we are faster;
 `limit` is the share of the physical limit. An engine that is not installed is left out, with the reason in the table.
-Of `-- --measure batch` our formats stand side by side below it (format_table.py).
+Of `-- --measure batch` our formats stand side by side below it (format_table.py), of several shapes or contexts all
+decodes in one table (decode_grid.py).
 Options after `--` go to every engine, e.g. `-- --batches 1,8 --measure decode`.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
+import decode_grid  # noqa: E402
 import format_table  # noqa: E402
 from measures import RATIO_KEYS, Record, figure_of, read_records, time_ratio  # noqa: E402
 
@@ -70,9 +73,9 @@ def why_absent(engine: str) -> str:
     return "vLLM is not installed" if engine == RIVAL and importlib.util.find_spec("vllm") is None else ""
 
 
-def command(engine: str, name: str, arguments: argparse.Namespace, out: Path) -> list[str]:
+def command(engine: str, shape: str, name: str, arguments: argparse.Namespace, out: Path) -> list[str]:
     form = FORMATS[name]
-    common = ["--shape", arguments.shape, "--out", str(out), *arguments.rest]
+    common = ["--shape", shape, "--out", str(out), *arguments.rest]
     common += ["--weight-bytes", str(form.weight_bytes), "--kv-bytes", str(form.kv_bytes)]
     if engine == RIVAL:
         kv_type = "fp8" if form.kv_cache_dtype == "fp8" else "auto"
@@ -85,12 +88,12 @@ def command(engine: str, name: str, arguments: argparse.Namespace, out: Path) ->
     return ["bench_engine.py" if engine == OURS else "bench_triton.py", *common]
 
 
-def measure(engine: str, name: str, arguments: argparse.Namespace) -> list[Record]:
-    """Run one engine with one format. What it measured before it failed, if it does, still counts."""
-    out = arguments.out / f"{engine.replace('+', '-')}-{name}.jsonl"
+def measure(engine: str, shape: str, name: str, arguments: argparse.Namespace) -> list[Record]:
+    """Run one engine with one shape and format. What it measured before it failed, if it does, still counts."""
+    out = arguments.out / f"{engine.replace('+', '-')}-{shape}-{name}.jsonl"
     out.unlink(missing_ok=True)
-    program, *options = command(engine, name, arguments, out)
-    print(f"==== {engine}, {name}", file=sys.stderr, flush=True)
+    program, *options = command(engine, shape, name, arguments, out)
+    print(f"==== {engine}, {shape}, {name}", file=sys.stderr, flush=True)
     log = out.with_suffix(".log")
     with log.open("w") as stream:
         try:
@@ -104,21 +107,26 @@ def measure(engine: str, name: str, arguments: argparse.Namespace) -> list[Recor
             failure = f"exit code {done.returncode}, see {log.name}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             failure = f"not done after {arguments.timeout} s"
-    records = [{"engine": engine, **record, "format": name} for record in (read_records(out) if out.exists() else [])]
+    common = {"shape": shape, "format": name}
+    records = [{"engine": engine, **record, **common} for record in (read_records(out) if out.exists() else [])]
     if failure:
-        records.append({"engine": engine, "format": name, "what": "failed", "reason": failure})
+        records.append({"engine": engine, **common, "what": "failed", "reason": failure})
     return records
 
 
 def rows(records: list[Record]) -> Iterator[list[str]]:
-    """Table rows: format, measurement, then one cell per engine, with its share of the limit and ratios to ours."""
+    """Table rows: shape and format, measurement, then a cell per engine, the share of the limit, ratios to ours."""
     for ours in records:
         if ours["engine"] != OURS or ours["what"] not in FIGURES or "skipped" in ours:
             continue
         figure, unit = FIGURES[ours["what"]]
-        label = {"decode": f"decode, batch {ours.get('batch')}", "prefill": f"prefill, {ours.get('input_len')} tokens"}
+        context = f" at {ours['context']}" if "context" in ours else ""
+        label = {
+            "decode": f"decode, batch {ours.get('batch')}{context}",
+            "prefill": f"prefill, {ours.get('input_len')} tokens",
+        }
         count = f"{ours.get('num_prompts') or ours.get('batch')} x {ours.get('input_len')}/{ours.get('output_len')}"
-        cells = [ours["format"], label.get(ours["what"], count), unit, f"{ours[figure]:g}"]
+        cells = [name_of(ours), label.get(ours["what"], count), unit, f"{ours[figure]:g}"]
         cells.append(f"{ours['limit']:.0%}" if "limit" in ours else "")
         for engine in (SERVED, RIVAL):
             other = next((r for r in records if r["engine"] == engine and _is_same(r, ours)), None)
@@ -126,15 +134,21 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
         yield cells
 
 
+def name_of(record: Record) -> str:
+    return f"{record['shape']}, {record['format']}" if "shape" in record else str(record["format"])
+
+
 def _is_same(one: Record, other: Record) -> bool:
-    return figure_of(one) is not None and all(one.get(key) == other.get(key) for key in ("format", *RATIO_KEYS))
+    return figure_of(one) is not None and all(
+        one.get(key) == other.get(key) for key in ("shape", "format", *RATIO_KEYS)
+    )
 
 
 def table(records: list[Record]) -> str:
-    head = ["format", "measurement", "unit", OURS, "limit", SERVED, "its time / ours", RIVAL, "its time / ours"]
+    head = ["shape, format", "measurement", "unit", OURS, "limit", SERVED, "its time / ours", RIVAL, "its time / ours"]
     lines = [head, ["---"] * len(head), *rows(records)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    notes = [f"- {r['engine']}, {r['format']}: {r['reason']}" for r in records if r["what"] == "failed"]
+    notes = [f"- {r['engine']}, {name_of(r)}: {r['reason']}" for r in records if r["what"] == "failed"]
     for r in records:
         if r["what"] == "perf_analyzer":
             notes.append(
@@ -159,7 +173,7 @@ def plot(records: list[Record], path: Path) -> str:
         lines: dict[str, list[tuple[Any, Any]]] = {}
         for record in records:
             if record["what"] == what and y in record:
-                lines.setdefault(f"{record['engine']}, {record['format']}", []).append((record[x], record[y]))
+                lines.setdefault(f"{record['engine']}, {name_of(record)}", []).append((record[x], record[y]))
         for name, points in lines.items():
             axis.plot(*zip(*sorted(points)), marker="o", label=name)
         axis.set(xscale="log", yscale="log", xlabel=x.replace("_", " "), ylabel=label)
@@ -176,7 +190,7 @@ def save(records: list[Record], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama3-8b")
+    parser.add_argument("--shape", default="llama3-8b", help="one or several of shapes.py, by commas")
     parser.add_argument("--formats", default="none,fp8", help=",".join(FORMATS))
     parser.add_argument("--engines", default=f"{OURS},{SERVED},{RIVAL}")
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="for Slipstream")
@@ -195,10 +209,12 @@ def main() -> None:
             records.append({"engine": engine, "format": "all formats", "what": "failed", "reason": reason})
             save(records, arguments.out)
             continue
-        for name in arguments.formats.split(","):
-            records += measure(engine, name, arguments)
+        for shape, name in itertools.product(arguments.shape.split(","), arguments.formats.split(",")):
+            records += measure(engine, shape, name, arguments)
             save(records, arguments.out)  # what a run that is ended has measured, too
-    text = "\n\n".join(filter(None, (table(records), format_table.table(records))))
+    has_grid = len({(r.get("shape"), r.get("context")) for r in records if r["what"] == "decode"}) > 1
+    tables = (decode_grid.table(records) if has_grid else "", table(records), format_table.table(records))
+    text = "\n\n".join(filter(None, tables))
     reason = plot(records, arguments.out / "plot.png")
     (arguments.out / "table.md").write_text(text + "\n")
     print(text + (f"\n\n{reason}" if reason else ""))

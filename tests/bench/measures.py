@@ -23,7 +23,7 @@ from shapes import SHAPES, Shape
 Record = dict[str, Any]
 Prompt = list[int]
 WARM_UP = ((4, 256, 16), (1, 2048, 4))  # prompts, their length, output length
-RATIO_KEYS = ("what", "batch", "input_len", "num_prompts", "output_len", "concurrency", "adapters")
+RATIO_KEYS = ("what", "batch", "context", "input_len", "num_prompts", "output_len", "concurrency", "adapters")
 
 
 class Bench(Protocol):

@@ -38,6 +38,43 @@ def test_the_table_compares_like_with_like(compare) -> None:
     assert "- vllm, fp8: exit code 1" in compare.table(records)
 
 
+def test_decodes_of_shapes_and_contexts_are_one_table(compare) -> None:
+    def decode(engine: str, shape: str, form: str, context: int, batch: int, ms: float, **more: object) -> dict:
+        return {
+            **record(engine, "decode", shape=shape, context=context, batch=batch, tpot_ms=ms),
+            "format": form,
+            **more,
+        }
+
+    records = [
+        decode("slipstream", "llama3-8b", "none", 1024, 8, 4.0, limit=0.82),
+        decode("slipstream", "llama3-8b", "none", 1024, 200, 10.0),
+        decode("slipstream", "llama3-8b", "none", 8192, 8, 5.0),
+        decode("slipstream", "llama3-8b", "fp8", 1024, 8, 3.0),
+        decode("vllm", "llama3-8b", "none", 1024, 8, 5.0),
+        decode("vllm", "llama3-8b", "none", 8192, 8, 5.2),
+        decode("vllm", "llama3-8b", "fp8", 1024, 8, 3.9),
+        {
+            **record("vllm", "decode", context=1024, batch=200, skipped="no room"),
+            "shape": "llama3-8b",
+            "format": "none",
+        },
+    ]
+    table, _, misses = compare.decode_grid.table(records).split("\n\n")
+    assert table.splitlines()[0] == "| shape | format | context | 8 | 200 |"
+    assert table.splitlines()[2:] == [
+        "| llama3-8b | none | 1,024 | 4.00 / 5.00 **(1.25)**, 82% | 10.00 |",
+        "| llama3-8b | none | 8,192 | 5.00 / 5.20 **(1.04)** |  |",
+        "| llama3-8b | fp8 | 1,024 | 3.00 / 3.90 **(1.30)** |  |",
+    ]
+    assert misses == "- llama3-8b, none, 8,192 tokens, 8 requests: 5.00 / 5.20 **(1.04)**"
+    assert compare.decode_grid.table(records[-1:]) == ""
+    assert [row[1] for row in compare.rows(records)][:3] == [
+        f"decode, batch {n}" for n in ("8 at 1024", "200 at 1024", "8 at 8192")
+    ]
+    assert [row[7] for row in compare.rows(records)] == ["5", "", "5.2", "3.9"]
+
+
 def test_formats_stand_side_by_side(compare) -> None:
     sizes = {"what": "batch", "input_len": 1024, "output_len": 128}
     records = [
@@ -71,7 +108,7 @@ def test_an_engine_that_fails_is_reported_with_what_it_measured(compare, tmp_pat
     )
     compare.main()
     measured, failure = json.loads((tmp_path / "compare.json").read_text())
-    assert measured == {"what": "x", "format": "none", "engine": "slipstream"}
+    assert measured == {"what": "x", "shape": "llama3-8b", "format": "none", "engine": "slipstream"}
     assert failure["reason"].startswith("exit code 3")
 
 
