@@ -13,9 +13,9 @@ import pytest
 import torch
 from engine_driver import GREEDY, make_engine, model_worker, run_steps
 from llm_server import parameter
-from lora_adapters import ALL, PROMPT, answers, as_sent, make_adapter, merged, serving, three_adapters
+from lora_adapters import ALL, PROMPT, answers, as_sent, make_adapter, merged, sent, serving, three_adapters
 from safetensors.torch import load_file, save_file
-from slipstream.core.adapters import Matrix, SentAdapter
+from slipstream.core.adapters import SentAdapter
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
@@ -188,12 +188,6 @@ def test_sleep_and_reload_keep_adapters(tiny_llama: Path, adapters: Mapping[str,
 def test_adapters_are_off_by_default(tiny_llama: Path) -> None:
     with pytest.raises(RequestError, match=r"^lora_name: LoRA feature is not enabled"):
         make_engine(tiny_llama).submit(Request(PROMPT, GREEDY, adapter_name="all"))
-
-
-def sent(task_id: int, weights: np.ndarray | None = None, config: np.ndarray | None = None) -> SentAdapter:
-    if weights is None or config is None:
-        return SentAdapter(task_id)
-    return SentAdapter(task_id, *(Matrix(one.dtype.char, one.shape, one.tobytes()) for one in (weights, config)))
 
 
 def told_by(engine: Engine, adapter: SentAdapter, salt: bytes = b"") -> list[int]:

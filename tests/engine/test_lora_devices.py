@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import GREEDY, make_engine, model_worker, run_steps
-from lora_adapters import PROMPT, answers, make_adapter, serving, three_adapters
+from lora_adapters import PROMPT, answers, as_sent, make_adapter, sent, serving, three_adapters
 from processes import children_of
 from slipstream.core.config import ModelConfig, ParallelConfig
 from slipstream.core.control import LOAD_LORA, SLEEP, WAKE_UP, Control
@@ -25,17 +25,21 @@ TWO = ParallelConfig(tensor_parallel_size=2)
 
 
 def test_two_ranks_say_what_one_says(tiny_llama: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
-    """Mixed batches, more adapters than slots, one that is loaded later, and slots that sleep has emptied."""
+    """Mixed batches, more adapters than slots, one loaded later, one that a client sends, slots that sleep emptied."""
     adapters = three_adapters(tmp_path / "adapters", tiny_llama)
     later = make_adapter(tmp_path / "later", tiny_llama, 7, size=0.8)
     asked = list(zip(("all", "", "queries", "rooted"), prompts[5:]))
     told = []
     for parallel in (TWO, None):
-        engine = serving(tiny_llama, adapters, parallel, max_loras=2, lora_root=str(tmp_path))
+        engine = serving(tiny_llama, adapters, parallel, max_loras=2, lora_root=str(tmp_path), lora_cache_bytes=1 << 20)
         assert len(children_of(os.getpid(), "rank_process")) == (parallel is not None)
         found = [answers(engine, asked, max_tokens=8)]
         engine.adapters.carry_out(Control(LOAD_LORA, name="later", folder=later.name))
         found.append(answers(engine, [("later", PROMPT), *asked[:2]], max_tokens=8))
+        weights = sent(3, *as_sent(adapters["queries"], 2.0))
+        [request] = engine.submit(Request(PROMPT, GREEDY, sent_adapter=weights))
+        run_steps(engine, {})
+        found.append([request.token_ids])
         for control in (Control(SLEEP, 1), Control(WAKE_UP)):
             order = engine.post(control)
             run_steps(engine, {})
@@ -43,7 +47,7 @@ def test_two_ranks_say_what_one_says(tiny_llama: Path, tmp_path: Path, prompts: 
         found.append(answers(engine, asked, max_tokens=8))
         engine.close()
         told.append(found)
-    assert told[0] == told[1] and told[0][0] == told[0][2]
+    assert told[0] == told[1] and told[0][0] == told[0][-1]
     assert len({tuple(tokens) for tokens in told[0][0]}) == len(asked)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from engine_driver import GREEDY, make_engine
 from safetensors.torch import load_file, save_file
+from slipstream.core.adapters import Matrix, SentAdapter
 from slipstream.core.config import ParallelConfig
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
@@ -94,6 +95,12 @@ def as_sent(adapter: Path, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     width = max(map(len, rows))
     padded = np.stack([np.pad(row, (0, width - len(row))) for row in rows])
     return padded.astype(np.float16), np.array(config, np.int32)
+
+
+def sent(task_id: int, weights: np.ndarray | None = None, config: np.ndarray | None = None) -> SentAdapter:
+    if weights is None or config is None:
+        return SentAdapter(task_id)
+    return SentAdapter(task_id, *(Matrix(one.dtype.char, one.shape, one.tobytes()) for one in (weights, config)))
 
 
 def merged(folder: Path, checkpoint: Path, adapter: Path, scale: float = 1.0) -> Path:
