@@ -17,6 +17,7 @@ from slipstream.cli import VERBS, main
 from slipstream.commands import examinations, serve, serve_openai
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import HostMemory
+from slipstream.engine.validate import read_config
 from triton_server import HOST, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,13 @@ def test_serve_says_what_to_write_for_options_of_others(
 def test_serve_refuses_a_wrong_setting_before_it_starts_a_server(demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_num_seq='8': unknown parameter; did you mean max_num_seqs"):
         serve.write_repository(tmp_path, str(demo_model), {"max_num_seq": "8"})
+
+
+def test_a_setting_of_serve_may_be_json(demo_model: Path, tmp_path: Path) -> None:
+    adapters = '{"sql": "/adapters/a \\\\ b"}'
+    serve.write_repository(tmp_path, str(demo_model), {"enable_lora": "true", "lora_modules": adapters})
+    pytest.importorskip("tritonclient.grpc")
+    assert read_config(tmp_path / "llm").parameters["lora_modules"].string_value == adapters
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:

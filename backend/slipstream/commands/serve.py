@@ -12,6 +12,7 @@ What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops ev
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -119,7 +120,8 @@ def write_repository(folder: Path, model: str, settings: Mapping[str, str]) -> P
     parameters = {"model": str(resolve_checkpoint(model).resolve()), **settings}
     (folder / "llm/1").mkdir(parents=True)
     parse_parameters(parameters, folder / "llm")  # a wrong one is said at once, not behind a hundred lines of a server
-    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in parameters.items()}  # quotes are escaped
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: {text} }} }}' for key, text in texts.items()]
     (folder / "llm/config.pbtxt").write_text("\n".join(['name: "llm"', 'backend: "slipstream"', *lines]) + "\n")
     return folder
 

@@ -67,10 +67,8 @@ def _converted(path: Path) -> Path:
 def _fetch(field: str, name: str, files: tuple[str, ...]) -> Path:
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         path = Path(name).expanduser()
-        found = (
-            "a file, and not a .gguf" if path.is_file() else f"no such {'file' if path.suffix == '.gguf' else 'folder'}"
-        )
-        raise ConfigError(field, name, f"{found}; {_ACCEPTED}")
+        missing = "no such file" if path.suffix == ".gguf" else "no such folder"
+        raise ConfigError(field, name, f"{'a file, and not a .gguf' if path.is_file() else missing}; {_ACCEPTED}")
     import huggingface_hub
 
     try:
