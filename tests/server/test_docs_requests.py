@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(backends_dir() is None, reason="no install tree: run `make assemble`")
 ROOT = Path(__file__).resolve().parents[2]
 # Another server than the session's: keys, other models, or a state that would disturb other tests.
-ELSEWHERE = re.compile(r'ADMIN_KEY|"control"|/safety/|/guarded/|embedding|lora|instance')
+ELSEWHERE = re.compile(r'ADMIN_KEY|"control"|/safety/|/guarded/|embedding|lora|logits_processors|instance')
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
