@@ -131,7 +131,10 @@ def test_unknown_places(gateway: GatewayProcess) -> None:
     assert post(gateway, COMPLETIONS, json.dumps({**GOOD, "model": "gpt-9"}).encode())[0] == 404
     status, body = post(gateway, "/v1/completion", b"{}")
     assert status == 404 and body["error"]["code"] == "not_found"
-    assert json.loads(gateway.get(CHAT)[1])["error"]["code"] == "method_not_allowed"
+    assert body["error"]["message"] == "There is no /v1/completion here; GET /openapi.json lists the paths"
+    refused = json.loads(gateway.get(CHAT)[1])["error"]
+    assert refused["code"] == "method_not_allowed"
+    assert refused["message"] == "/v1/chat/completions does not take GET; accepted: POST"
     status, body = post(gateway, "/v1/embeddings", b'{"model": "llm", "input": "x"}')
     assert status == 404 and "--embedding-model" in body["error"]["message"]
 

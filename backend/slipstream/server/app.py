@@ -64,6 +64,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _STREAMED = {**_ERRORS, 200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _TICK_S = 0.25
+_TOLD_PATH_CHARS = 200
 _UNREADABLE = "The request body cannot be read as JSON: it is not UTF-8, nested too deeply or has an endless number"
 _CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
@@ -335,13 +336,23 @@ async def _tick(gateway: Gateway, tracing: GatewayTracing) -> None:
 # ---------------------------------------------------------------- errors
 
 
+def _told_of(request: Request, error: HTTPException) -> str:
+    """In place of FastAPI's own words, which give no reason."""
+    path = request.url.path[:_TOLD_PATH_CHARS]
+    return {
+        400: _UNREADABLE,
+        404: f"There is no {path} here; GET /openapi.json lists the paths",
+        405: f"{path} does not take {request.method}; accepted: {(error.headers or {}).get('Allow', 'another method')}",
+    }.get(error.status_code, str(error.detail))
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
             request.state.record.fail(error.message)
             return JSONResponse(error.body(), error.status_code, headers=error.headers)
-        told = _UNREADABLE if error.status_code == 400 else str(error.detail)  # FastAPI's own 400 says no reason
+        told = _told_of(request, error)
         body = error_body(error.status_code, told, _CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=error.headers)
 
