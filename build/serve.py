@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import signal
@@ -40,6 +41,7 @@ from slipstream.commands.serve import (
     settings_of,
     supervise,
 )
+from slipstream.core.config_parse import config_from_values
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
@@ -206,7 +208,7 @@ def with_parameters(config: str, parameters: Mapping[str, str]) -> str:
     """A config.pbtxt with these parameters, in place of those of the same names."""
     for key, value in parameters.items():
         config = re.sub(_PARAMETER.format(key=key), "", config).rstrip() + "\n"
-        config += f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+        config += f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value, ensure_ascii=False)} }} }}\n'
     return config
 
 
@@ -256,6 +258,7 @@ def main() -> int:
         try:
             check_common_arguments(arguments)
             settings = settings_of(arguments)
+            config_from_values(settings, is_complete=False)
         except ConfigError as error:
             raise SystemExit(str(error)) from None
         model = arguments.model or default_model()

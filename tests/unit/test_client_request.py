@@ -107,6 +107,8 @@ def test_sampling_parameters_that_are_no_json_object() -> None:
 def test_unknown_tensor_and_unknown_request_parameter() -> None:
     with pytest.raises(RequestError, match=r"^text_inputs: unknown input tensor; did you mean text_input"):
         parse(wire.Tensor("text_inputs", 13, (1,), b"\0\0\0\0"))
+    with pytest.raises(RequestError, match=r"^prompt: unknown input tensor; did you mean text_input"):
+        parse(wire.Tensor("prompt", 13, (1,), b"\0\0\0\0"))
     with pytest.raises(RequestError, match=r"^temprature: unknown request parameter; did you mean temperature"):
         parse(PROMPT, parameters={"temprature": 1.0})
     config = EngineConfig(serving=ServingConfig(ignored_request_parameters="x-*, traceparent"))

@@ -152,3 +152,10 @@ def test_what_cannot_draft_for_a_model_is_refused(
 def test_ngram_drafts_for_any_model(serve: ModuleType, checkpoint: Path, tmp_path: Path) -> None:
     repository = serve.prepare_repository(str(checkpoint), tmp_path, "ngram")
     assert parameters(repository, "llm")["speculative_method"] == "ngram"
+
+
+def test_a_wrong_setting_is_told_before_a_server_starts(serve: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--model", "code", "--set", "max_num_seq=8"])
+    monkeypatch.setattr(serve, "supervise", lambda *_: pytest.fail("it has started a server"))
+    with pytest.raises(SystemExit, match="max_num_seq='8': unknown parameter; did you mean max_num_seqs"):
+        serve.main()

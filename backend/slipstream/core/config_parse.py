@@ -121,10 +121,8 @@ def _refuse_foreign(name: str, value: object) -> None:
             raise ConfigError(name, value, f"a TensorRT-LLM or vLLM parameter without meaning here; {advice}")
         return
     close = difflib.get_close_matches(name, [*_BY_NAME, _TOKENS], n=1)
-    accepted = ", ".join(sorted(parameter.name for parameter in PARAMETERS))
-    raise ConfigError(
-        name, value, f"unknown parameter; {f'did you mean {close[0]}?' if close else f'accepted: {accepted}'}"
-    )
+    hint = f"did you mean {close[0]}?" if close else "accepted: the names in docs/configuration.md"
+    raise ConfigError(name, value, f"unknown parameter; {hint}")
 
 
 def _with_tokens(config: EngineConfig, value: object, given: Mapping[str, str]) -> EngineConfig:

@@ -50,7 +50,8 @@ def passed_over(model_dir: str | Path) -> str:
     """Why a model of a repository is none to check, empty for one of this backend. Raises ConfigError."""
     declared = read_config(Path(model_dir).resolve())
     kind = declared.platform if declared.platform == "ensemble" else declared.backend
-    return f"not checked: {kind} is Triton's own" if kind in ("ensemble", "python") else ""
+    told = {"ensemble": "an ensemble, which Triton itself runs", "python": "a model of Triton's Python backend"}
+    return f"not checked: {told[kind]}" if kind in told else ""
 
 
 def read_config(folder: Path) -> Any:

@@ -24,6 +24,8 @@ from slipstream.protocol.contract_generate import NOT_SERVED, inputs_of
 from slipstream.protocol.tensor_spec import InputSpec, Use
 from slipstream.protocol.tensor_values import tensor_matrix, tensor_values
 
+_MEANT = dict.fromkeys(("prompt", "text", "inputs"), "text_input")  # other servers' names of the prompt
+
 
 class Settings(dict[str, Any]):
     """Setting -> checked value, of the settings that the client gave. given_as: setting -> the name that it used."""
@@ -171,6 +173,7 @@ def _is_same(value: object, accepted: object) -> bool:
 
 
 def unknown(name: str, what: str, known: Iterable[str]) -> RequestError:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"accepted: {', '.join(sorted(known))}"
+    names = sorted(known)
+    close = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"accepted: {', '.join(names)}"
     return RequestError(name, f"unknown {what}; {hint}")
