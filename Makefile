@@ -40,14 +40,14 @@ demo: assemble
 serve: assemble $(if $(ENCODERS),encoders)
 	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(SPECULATE),--speculate '$(SPECULATE)') $(if $(ENCODERS),--encoders) $(ARGS)
 
-# Without ARGS the tests run in three parts, all of them always: those without a server, with a third of the cases of
-# large grids (all of them: make test ARGS=tests/kernels); those that wait for servers and
-# clients most of their time; then the rest (faults) with the machine to itself, as it measures what an attack costs
-# other clients.  The first two run a file a worker, with one worker more than cores: some wait for other processes.
+# Without ARGS the tests run in three parts, all of them always: those without a server, with a fifth of the cases of
+# large grids (all of them: make test ARGS=tests/kernels); those that wait for servers and clients most of their time;
+# then those marked `alone`, with the machine to themselves, as they measure what an attack costs other clients.
+# The first two run a file a worker, the longest files first, with more workers than cores: many wait for other processes.
 # Where real servers run and processes are killed, a failed test runs once more and is listed: docs/measurements/tests.md.
 LOCAL := kernels models unit engine
-SERVED := chaos triton server encoders fuzz bench
 RERUN := --reruns 1 -rR
+BY_FILE := --dist loadfile --no-loadscope-reorder --longest-first
 # Set-up is one call of pip, which leaves compiling to the first import: half of the packages are never imported.
 test: EXTRAS := $(EXTRAS),encoders
 test: PIP_INSTALL := --no-compile
@@ -56,9 +56,9 @@ test: export OMP_NUM_THREADS := 1
 test: assemble encoders
 	$(if $(ARGS),exec $(PY) -m pytest --require-server $(ARGS))
 	status=0 cores=$$(nproc)
-	$(PY) -m pytest --require-server -n $$(( (cores < 7 ? cores : 7) + 1 )) --dist loadfile --sample-cases $(LOCAL:%=tests/%) || status=$$?
-	$(PY) -m pytest --require-server $(RERUN) -n $$(( (cores < 3 ? cores : 3) + 1 )) --dist loadfile $(SERVED:%=tests/%) || status=$$?
-	$(PY) -m pytest --require-server $(RERUN) tests $(LOCAL:%=--ignore=tests/%) $(SERVED:%=--ignore=tests/%) || status=$$?
+	$(PY) -m pytest --require-server -n $$(( (cores < 7 ? cores : 7) + 1 )) $(BY_FILE) --sample-cases $(LOCAL:%=tests/%) || status=$$?
+	$(PY) -m pytest --require-server $(RERUN) -n $$(( (cores < 3 ? cores : 3) + 2 )) $(BY_FILE) -m 'not alone' tests $(LOCAL:%=--ignore=tests/%) || status=$$?
+	$(PY) -m pytest --require-server $(RERUN) -m alone $$(grep -rl --include='test_*.py' 'mark[.]alone' tests) || status=$$?
 	exit $$status
 
 # Every test that wants a GPU, then quick speed gates; the report is left in OUT.  tests/gpu/run_gpu_tests.py runs without make as well.

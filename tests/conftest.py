@@ -27,28 +27,52 @@ if shutil.which("nvidia-smi") is None:
 register_profiles()
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLED = ("kernels", "models", "engine")  # folders whose tests have large grids of cases
+SHARE = 5  # one case of that many
+# Files in the order in which `make test` begins them, those that take longest first: what is begun last ends alone.
+LONGEST = (ROOT / "tests/longest_files.txt").read_text().split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-server", action="store_true", help="fail, not skip, without tritonserver (`make test`)")
-    parser.addoption("--sample-cases", action="store_true", help="a third of the cases of large grids (`make test`)")
+    parser.addoption("--sample-cases", action="store_true", help="a fifth of the cases of large grids (`make test`)")
+    parser.addoption("--longest-first", action="store_true", help="begin with tests/longest_files.txt")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All grids together take longer than a change may wait. Which third is drawn by name, so it is always the same;
-    the suite of a GPU and pytest by itself run all of them."""
+    """All grids together take longer than a change may wait. Which cases are drawn by name, so they are always the
+    same; the suite of a GPU and pytest by itself run all of them."""
+    if config.getoption("--longest-first"):
+        place = {ROOT / name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
     if not config.getoption("--sample-cases"):
         return
-    grids: dict[str, list[pytest.Item]] = {}
+    grids: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.path.relative_to(ROOT).parts[1] in SAMPLED and "[" in item.nodeid:
+        if item.path.relative_to(ROOT).parts[1] in SAMPLED and isinstance(item, pytest.Function) and "[" in item.name:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = set()
+    seen: set[tuple[Path, str, str]] = set()
+    left_out: set[pytest.Item] = set()
     for cases in grids.values():
-        taken = {item for item in cases if zlib.crc32(item.nodeid.encode()) % 3 == 0} or {cases[0]}
-        left_out |= set(cases) - taken if len(cases) > 2 else set()
+        if len(cases) > 2:
+            left_out |= set(cases) - sampled(cases, seen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def sampled(cases: list[pytest.Function], seen: set[tuple[Path, str, str]]) -> set[pytest.Function]:
+    """A fifth of the cases of a grid: first those with most values of parameters that no case of its file has had."""
+    left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    taken: set[pytest.Function] = set()
+
+    def values(case: pytest.Function) -> set[tuple[Path, str, str]]:
+        return {(case.path, name, repr(value)) for name, value in case.callspec.params.items()}
+
+    while len(taken) * SHARE < len(cases):
+        case = max(left, key=lambda case: len(values(case) - seen))
+        left.remove(case)
+        taken.add(case)
+        seen |= values(case)
+    return taken
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from llm_client import grpc_infer, grpc_stream
 from llm_server import LlmServer
 from victim import assert_unharmed
+
+pytestmark = pytest.mark.alone
 
 PROMPT = "import os\n"
 SAMPLED = {"max_tokens": 400, "temperature": 1.0, "seed": 1}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from llm_client import grpc_infer
 from llm_server import LlmServer
 from victim import assert_unharmed
+
+pytestmark = pytest.mark.alone
 
 TOO_LARGE = "int main() { return 0; } " * 400_000  # 10 MB
 MOST_BYTES = 57_000  # of the demo model's prompt: 2048 tokens of 28 bytes

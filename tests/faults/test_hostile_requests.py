@@ -13,6 +13,8 @@ from llm_client import grpc_infer, http_generate
 from llm_server import LlmServer
 from victim import Victim, assert_unharmed, compare
 
+pytestmark = pytest.mark.alone
+
 PROMPT = "import os\n"
 MANY = {f"p{i}": i for i in range(70_000)}  # more than a 16-bit count holds
 EXTRA = {"return_logprobs": True, "exclude_input_in_output": True}

@@ -13,6 +13,8 @@ from llm_client import grpc_infer
 from llm_server import LlmServer
 from victim import Comparison, Run, assert_unharmed
 
+pytestmark = pytest.mark.alone
+
 TOKENS = 40  # fewer than attacks are judged by: what is shown here shows in a second
 
 
