@@ -175,6 +175,16 @@ def test_many_decodes_leave_prompts_their_share() -> None:
     assert [late.step(8, 0, 3000)[0] for _ in range(3)] == [MIN_CHUNK] * 3
 
 
+@pytest.mark.parametrize(("num_waiting", "times"), [(0, 1), (8, 1), (16, 2), (32, 4), (1000, 4)])
+def test_steps_are_longer_while_many_prompts_wait(num_waiting: int, times: int) -> None:
+    automatic, bounded = StepPace(), StepPace(0.02)
+    for pace in (automatic, bounded):
+        pace.note(0, has_decodes=True, seconds=0.005)
+        pace.note(1000, has_decodes=True, seconds=0.025)  # 20 us a token
+    assert automatic.most_tokens(num_waiting) == pytest.approx((AUTO_STEP_SECONDS * times - 0.005) / 20e-6)
+    assert bounded.most_tokens(num_waiting) == pytest.approx(750)  # a setting holds
+
+
 @pytest.mark.parametrize("num_missing", range(MIN_CHUNK, 4 * MIN_CHUNK, 3))
 def test_a_prompt_does_not_end_in_a_short_chunk(num_missing: int) -> None:
     """Up to 64 tokens go to the kernel of decodes, which reads a long context once for every few of them."""

@@ -145,7 +145,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("kv_events_topic", "cache.events_topic", "The topic of the events. llm-d's routers expect `kv@POD@MODEL`."),
     Parameter("max_num_batched_tokens", "scheduler.max_num_batched_tokens", "Token budget of one step. 8192 to 16384 prefill 1 to 4 % faster on an H200, but steps shared by decodes and prompts take longer.", ("max_num_tokens",), **at_least(1)),
     Parameter("max_mixed_prefill_tokens", "scheduler.max_mixed_prefill_tokens", "Prompt tokens of a step that also decodes ([why](long-context.md#long-prompts-beside-streams)); those late in a long prompt count more. 0: `max_num_batched_tokens`.", **at_least(0)),
-    Parameter("max_mixed_step_ms", "scheduler.max_mixed_step_ms", "Time of a step that computes prompts beside decodes ([how](long-context.md#long-prompts-beside-streams)). 0: 25 ms or three steps of decodes alone, whichever is more; on a CPU no bound.", **between(0, 1_000_000)),
+    Parameter("max_mixed_step_ms", "scheduler.max_mixed_step_ms", "Time of a step that computes prompts beside decodes ([how](long-context.md#long-prompts-beside-streams)). 0: 25 ms or three steps of decodes alone, longer while prompts wait; on a CPU no bound.", **between(0, 1_000_000)),
     Parameter("max_num_seqs", "scheduler.max_num_seqs", "Largest number of sequences that run at once.", **at_least(1)),
     Parameter("scheduler_policy", "scheduler.policy", "`max_utilization` may preempt; `guaranteed_no_evict` admits a request only if its blocks are reserved.", ("batch_scheduler_policy",), SCHEDULER_POLICIES),
     Parameter("max_waiting_requests", "scheduler.max_waiting_requests", "Requests in the queue; above it new ones get UNAVAILABLE.", ("max_queue_size",), **at_least(0)),

@@ -163,7 +163,7 @@ class Scheduler:
         if self._running:
             share = decode_share(budget, len(self._running), self.num_microbatches)
             budget -= share - self._schedule_decodes(step, share, prefills)
-        self.prefill_budget.begin_step(step)
+        self.prefill_budget.begin_step(step, len(self._waiting))
         can_admit = admits and bool(self._waiting) and not step.preempted
         self.adapters.begin_step()
         if prefills:
