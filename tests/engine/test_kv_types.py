@@ -14,6 +14,8 @@ from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
 from slipstream.nn.kv_types import resolve_kv_dtype
+from speculation_config import speculation_config
+from tiny_heads import make_eagle, make_mtp
 from tiny_model import make_tiny_llama
 
 Texts = list[list[int]]
@@ -52,6 +54,15 @@ def test_batch_and_prefix_hit_are_single(kv_type: str, tiny_llama: Path, prompts
 def test_chunked_is_whole(kv_type: str, tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
     engine = make_engine(tiny_llama, cache={"dtype": kv_type}, scheduler={"max_num_batched_tokens": 21})
     assert _texts(engine, prompts) == expected
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_a_head_drafts_behind_one_token(kv_type: str, tiny_llama: Path, tmp_path: Path, method: str) -> None:
+    """Its first pass then has one row, for which a CPU has an attention of its own."""
+    make, field = {"eagle": (make_eagle, "eagle_head"), "mtp": (make_mtp, "mtp_module")}[method]
+    speculation = speculation_config(method, **{field: str(make(tiny_llama, tmp_path / "head"))})
+    drafting = make_engine(tiny_llama, cache={"dtype": kv_type}, speculation=speculation)
+    assert _texts(drafting, [[5]]) == _texts(make_engine(tiny_llama, cache={"dtype": kv_type}), [[5]])
 
 
 def test_preempted_is_not(kv_type: str, tiny_llama: Path, prompts: Texts, expected: Texts) -> None:

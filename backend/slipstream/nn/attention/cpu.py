@@ -33,7 +33,7 @@ class CpuAttention(PagedAttention):
         is_one_row_each = len(batch.token_ids) == len(batch.seq_lens) and batch.tree_mask is None
         if is_one_row_each and bool((batch.slot_mapping >= 0).all()):
             tensors = batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables
-            return CpuDecode(DecodeStep(*tensors), batch)
+            return CpuDecode(DecodeStep(*tensors), batch, self)
         return super().plan(batch)
 
 
@@ -41,8 +41,11 @@ class CpuAttention(PagedAttention):
 class CpuDecode:
     step: DecodeStep
     batch: ForwardBatch
+    attention: CpuAttention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
+        if cache.dtype != q.dtype:  # a draft head's: heads choose their attention before the type of the cache is known
+            return PagedAttention.plan(self.attention, self.batch).forward(q, k, v, layer, cache)
         q = self.step.rotate_and_store(q, k, v, layer.qk_rope.rope, cache, layer.qk_rope.norms)
         return self.step.attend(q, cache, layer.scale, layer.sliding_window)
 
