@@ -1,6 +1,7 @@
 """Times latent attention on a GPU with a cold L2: TB/s of latents and TFLOP/s, CUDA beside Triton-lang.
 
-`python -m slipstream_kernels.bench_latent [--schedules] [--json FILE]`.  Random data, scattered blocks of 64 tokens.
+`python -m slipstream_kernels.bench_latent [--schedules] [--fp8] [--json FILE]`.  Random data, scattered blocks of 64
+tokens; --fp8: of FP8 rows.
 --schedules adds the CUDA version with other cuts of the keys into shares.
 """
 
@@ -20,7 +21,8 @@ from slipstream_kernels.attention.latent_attention import latent_attention
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.bench import median_seconds
 from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.latent_cache import LatentCache, empty_latent_cache
+from slipstream_kernels.kv_cache import FP8_DTYPE
+from slipstream_kernels.latent_cache import empty_latent_cache
 
 RANK, ROPE_DIM, BLOCK_SIZE = 512, 64, 64
 SCALE = 192**-0.5
@@ -41,9 +43,9 @@ class Shape:
         rows = f" q{self.query_len}" if self.query_len > 1 else ""
         return f"{self.num_heads} heads{rows} B{self.batch} x {self.seq_len}"
 
-    def num_bytes(self) -> int:
+    def num_tokens(self) -> int:
         """Of latents, each read once."""
-        return self.batch * self.seq_len * 2 * (RANK + ROPE_DIM)
+        return self.batch * self.seq_len
 
     def flops(self) -> int:
         """Of all pairs of query and key."""
@@ -76,17 +78,22 @@ class Result:
     tflops: float
 
 
-def random_call(shape: Shape, device: torch.device) -> LatentCall:
+def random_call(shape: Shape, device: torch.device, is_fp8: bool) -> LatentCall:
     """Its cache has the blocks of all requests in random order."""
     blocks_of_request = -(-shape.seq_len // BLOCK_SIZE)
     num_blocks = shape.batch * blocks_of_request
-    cache = empty_latent_cache(num_blocks, BLOCK_SIZE, RANK, ROPE_DIM, torch.bfloat16, device)
-    cache.rows.normal_()
+    cache = empty_latent_cache(num_blocks, BLOCK_SIZE, RANK, ROPE_DIM, FP8_DTYPE if is_fp8 else torch.bfloat16, device)
+    if is_fp8:
+        cache.values.view(torch.uint8).random_(0, 0x78)  # up to 240, no NaN
+        cache.scales.fill_(0.01)
+        cache.rope.normal_()
+    else:
+        cache.rows.normal_()
     num_tokens = shape.batch * shape.query_len
     q = torch.randn(num_tokens, shape.num_heads, RANK + ROPE_DIM, dtype=torch.bfloat16, device=device)
     return LatentCall(
         q=q,
-        cache=LatentCache(cache.rows, RANK, ROPE_DIM),
+        cache=cache,
         block_tables=torch.randperm(num_blocks, device=device).int().view(shape.batch, -1),
         query_start_loc=torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device=device),
         seq_lens=torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device),
@@ -136,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time latent attention")
     parser.add_argument("--only", default="", help="run the shapes whose name contains this")
     parser.add_argument("--schedules", action="store_true", help="time other cuts of the keys as well")
+    parser.add_argument("--fp8", action="store_true", help="FP8 rows instead of bf16 ones")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     device, results = torch.device("cuda"), []
@@ -143,10 +151,12 @@ def main() -> None:
         if arguments.only not in shape.name():
             continue
         cells = []
-        for version, run in versions(random_call(shape, device), arguments.schedules).items():
+        call = random_call(shape, device, arguments.fp8)
+        num_bytes = shape.num_tokens() * call.rows.shape[3] * call.rows.element_size()
+        for version, run in versions(call, arguments.schedules).items():
             seconds = median_seconds(run, device, REPEATS)
             result = Result(
-                shape.name(), version, seconds * 1e6, shape.num_bytes() / seconds / 1e12, shape.flops() / seconds / 1e12
+                shape.name(), version, seconds * 1e6, num_bytes / seconds / 1e12, shape.flops() / seconds / 1e12
             )
             results.append(result)
             cells.append(f"{version} {result.us:.1f} us {result.tbs:.2f} TB/s {result.tflops:.0f} TFLOP/s")

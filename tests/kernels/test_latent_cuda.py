@@ -23,11 +23,11 @@ needs_emulator = pytest.mark.skipif(emulation.missing() is not None, reason=str(
 
 def make_case(
     query_lens: list[int], seq_lens: list[int], num_heads: int, *, block_size: int = 64, has_tree: bool = False,
-    device: torch.device,
+    is_fp8: bool = False, device: torch.device,
 ) -> LatentCase:  # fmt: skip
     sizes = (num_heads, cuda_latent.RANK, cuda_latent.ROPE_DIM, block_size)
     return make_latent_case(
-        query_lens, seq_lens, sizes=sizes, dtype=torch.bfloat16, has_tree=has_tree, device=device
+        query_lens, seq_lens, sizes=sizes, dtype=torch.bfloat16, is_fp8=is_fp8, has_tree=has_tree, device=device
     )  # fmt: skip
 
 
@@ -54,10 +54,11 @@ EMULATED = [
 
 
 @needs_emulator
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("sizes", "schedule", "options"), EMULATED)
-def test_the_device_code_is_right_and_ends(sizes, schedule, options) -> None:
+def test_the_device_code_is_right_and_ends(sizes, schedule, options, is_fp8) -> None:
     """Copies arrive late and products are done late: early reads, early releases and deadlocks show."""
-    case = make_case(*sizes, device=torch.device("cpu"), **options)
+    case = make_case(*sizes, is_fp8=is_fp8, device=torch.device("cpu"), **options)
     call = call_of(case)
     emulate(call, schedule, seed=len(case.query_lens))
     assert_right(call, case)
@@ -77,10 +78,10 @@ def test_refusals_name_what_is_not_served(monkeypatch) -> None:
     call = call_of(make_case([1], [64], 16, device=torch.device("cpu")))
     assert cuda_latent.refusal(call) is None
     small = make_latent_case([1], [9], sizes=(2, 128, 16, 16), dtype=torch.bfloat16, device=torch.device("cpu"))
-    fp8 = make_latent_case([1], [9], sizes=(2, 512, 64, 64), is_fp8=True, device=torch.device("cpu"))
+    fp8 = make_case([1], [9], 2, is_fp8=True, device=torch.device("cpu"))
+    assert cuda_latent.refusal(call_of(fp8)) is None
     for refused, reason in (
-        (replace(call, q=call.q.float()), "not both bfloat16"),
-        (replace(call, cache=fp8.cache), "not both bfloat16"),
+        (replace(call, q=call.q.float()), "q is torch.float32 and the cache torch.bfloat16, not bfloat16"),
         (replace(call, cache=small.cache), "128 \\+ 16 features, not 512 \\+ 64"),
         (replace(call, max_query_len=65), "max_query_len 65 is more than 64"),
         (call_of(make_case([1], [9], 2, block_size=32, device=torch.device("cpu"))), "block_size 32"),
@@ -104,16 +105,17 @@ def attend(case: LatentCase) -> torch.Tensor:
     return ops.latent_attention(*case.operands(), scale=SCALE, tree_mask=case.tree_mask, **longest, backend="cuda")
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("num_heads", [16, 20, 64, 128])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"),
     [([1], [1]), ([1], [8191]), ([1] * 48, range(1, 4800, 100)), ([4, 1, 7, 1, 0, 64], [500, 63, 7, 0, 5, 1111])],
     ids=["one", "long", "uneven", "mixed"],
 )
-def test_the_kernel_is_right(num_heads, query_lens, seq_lens) -> None:
+def test_the_kernel_is_right(num_heads, query_lens, seq_lens, is_fp8) -> None:
     device = hopper_device()
     for has_tree in (False, True):
-        case = make_case(query_lens, list(seq_lens), num_heads, has_tree=has_tree, device=device)
+        case = make_case(query_lens, list(seq_lens), num_heads, has_tree=has_tree, is_fp8=is_fp8, device=device)
         rtol, atol = ATTENTION[torch.bfloat16]
         first, again = attend(case), attend(case)
         torch.testing.assert_close(first.double().cpu(), dense_latent_attention(case, SCALE), rtol=rtol, atol=atol)

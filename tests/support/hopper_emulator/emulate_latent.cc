@@ -6,9 +6,17 @@
 extern "C" int slipstream_emulate(const LatentParams* params, unsigned seed) {
   using namespace slipstream;
   const LatentParams& p = *params;
-  constexpr int kRowBytes = 2 * LatentShape::kKeyDim;
-  const LatentMaps maps{{static_cast<const char*>(p.q), int64_t{p.num_tokens} * p.num_heads, kRowBytes, 64},
-                        {static_cast<const char*>(p.latent_cache), p.num_blocks << p.block_size_log2, kRowBytes, 64}};
+  using Shape = LatentShape;
+  constexpr int kRowBytes = 2 * Shape::kKeyDim, kFp8Bytes = Shape::kFp8RowBytes;
+  const char* cache = static_cast<const char*>(p.latent_cache);
+  const int64_t num_slots = p.num_blocks << p.block_size_log2;
+  LatentMaps maps{{static_cast<const char*>(p.q), int64_t{p.num_tokens} * p.num_heads, kRowBytes, 64},
+                  {cache, num_slots, kRowBytes, 64}};
+  if (Shape::kIsFp8) {
+    maps.cache = {cache, num_slots, kFp8Bytes, 64, Shape::kValueDim, 1, Shape::kScaleColumns, false};
+    maps.scales = {cache + Shape::kValueDim, num_slots, kFp8Bytes, 64, 16, 4, 16, false};
+    maps.rope = {cache + Shape::kRopeOffset, num_slots, kFp8Bytes, 64, 128};
+  }
   emulator::warpgroups().clear();
   const auto attend = [&](char* shared) { run_latent_attention(p, maps, LatentMemory(shared)); };
   const int num_ctas = p.num_shares * p.num_lanes;

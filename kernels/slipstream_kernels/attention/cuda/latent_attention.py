@@ -23,6 +23,7 @@ SOURCE = "sm90_latent_attention.cu"
 RANK, ROPE_DIM = 512, 64
 # Rows (tokens x heads) of a CTA, keys of a tile.
 ROWS, KEYS = 64, 64
+FP8_ROWS = ("SLIPSTREAM_FP8_ROWS=1",)
 # The costs of one sum per request lie where two tiles of keys come later.
 MAX_REQUESTS = 2 * KEYS * (RANK + ROPE_DIM) // 2
 # CTAs that take different rows of the same keys at the same time.
@@ -70,8 +71,8 @@ def refusal(call: LatentCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     if (reason := device_refusal(call.q.device, "q is")) is not None:
         return reason
-    if call.q.dtype != torch.bfloat16 or call.rows.dtype != torch.bfloat16:
-        return f"q is {call.q.dtype} and the cache {call.rows.dtype}, not both bfloat16"
+    if call.q.dtype != torch.bfloat16 or not (call.cache.is_fp8 or call.rows.dtype == torch.bfloat16):
+        return f"q is {call.q.dtype} and the cache {call.rows.dtype}, not bfloat16, the cache FP8 rows at most"
     if (call.rank, call.rope_dim) != (RANK, ROPE_DIM):
         return f"latents have {call.rank} + {call.rope_dim} features, not {RANK} + {ROPE_DIM}"
     num_blocks, _, block_size, _ = call.rows.shape
@@ -85,12 +86,17 @@ def refusal(call: LatentCall) -> str | None:
         return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
     if call.q.data_ptr() % 16 or call.rows.data_ptr() % 16:
         return "q or the cache does not begin at a multiple of 16 bytes"
-    return build_refusal(SOURCE, ())
+    return build_refusal(SOURCE, defines_of(call))
+
+
+def defines_of(call: LatentCall) -> tuple[str, ...]:
+    """Of the variant for the rows of this cache."""
+    return FP8_ROWS if call.cache.is_fp8 else ()
 
 
 def variants() -> list[tuple[str, ...]]:
     """All variants, for building ahead of time."""
-    return [()]
+    return [(), FP8_ROWS]
 
 
 def latent_attention(call: LatentCall) -> None:
@@ -106,7 +112,7 @@ def run(call: LatentCall, schedule: Schedule) -> None:
     device = call.q.device  # one workspace for all schedules of a device, which have as many CTAs as SMs or a few less
     space = workspace(device, max(count_sms(device), schedule.num_shares * schedule.num_lanes))
     params, _plan = arguments(call, schedule, space)
-    launch("latent_attention", load(SOURCE, ()), params, device)
+    launch("latent_attention", load(SOURCE, defines_of(call)), params, device)
 
 
 def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:

@@ -4,7 +4,7 @@
 // All heads share the rows of the cache: 576 columns of a row are the key, the first 512 of them the value. 64 rows of
 // (token, head) pairs are the tall side of the products; fewer heads leave rows unused, where memory is the limit. How the
 // keys are shared out: latent_work.cuh; the two warpgroups that multiply: latent_consumer.cuh; a second kernel adds up
-// what several CTAs share: latent_merge.cuh.
+// what several CTAs share: latent_merge.cuh. Of FP8 rows another warpgroup makes bf16 ones: latent_convert.cuh.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -31,6 +31,24 @@ __global__ void __launch_bounds__(LatentMerge::kThreads) latent_merge_kernel(con
   LatentMerge{p, weights, partials}.run(blockIdx.x);
 }
 
+// Boxes of 64 rows; `columns` of the type, of rows of row_bytes.
+bool encode_columns(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const char* data,
+                    int64_t num_rows, uint64_t columns, uint32_t box) {
+  const Extent<2> rows{{columns, static_cast<uint64_t>(num_rows)}, {LatentShape::kFp8RowBytes}, {box, 64}};
+  return encode_tensor_map(map, type, swizzle, data, rows);
+}
+
+bool encode_fp8_rows(LatentMaps* maps, const void* cache, int64_t num_rows) {
+  using Shape = LatentShape;
+  const char* data = static_cast<const char*>(cache);
+  return encode_columns(&maps->cache, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_NONE, data, num_rows,
+                        Shape::kValueDim, Shape::kScaleColumns) &&
+         encode_columns(&maps->scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE,
+                        data + Shape::kValueDim, num_rows, Shape::kScales, Shape::kScales) &&
+         encode_columns(&maps->rope, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B,
+                        data + Shape::kRopeOffset, num_rows, 64, 64);
+}
+
 bool encode_rows(CUtensorMap* map, const void* data, int64_t num_rows) {
   const Extent<2> rows{{LatentShape::kKeyDim, static_cast<uint64_t>(num_rows)},
                        {LatentShape::kKeyDim * sizeof(uint16_t)},
@@ -42,7 +60,8 @@ cudaError_t launch(const LatentParams& p, cudaStream_t stream) {
   LatentMaps maps;
   if (p.num_requests > LatentMemory::kMostRequests || p.num_shares > LatentMerge::kMostParts ||
       !encode_rows(&maps.q, p.q, int64_t{p.num_tokens} * p.num_heads) ||
-      !encode_rows(&maps.cache, p.latent_cache, p.num_blocks << p.block_size_log2)) {
+      !(LatentShape::kIsFp8 ? encode_fp8_rows(&maps, p.latent_cache, p.num_blocks << p.block_size_log2)
+                            : encode_rows(&maps.cache, p.latent_cache, p.num_blocks << p.block_size_log2))) {
     return cudaErrorInvalidValue;
   }
   constexpr int kBytes = LatentMemory::kTotalBytes;

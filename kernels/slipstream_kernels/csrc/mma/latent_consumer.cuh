@@ -177,12 +177,14 @@ struct LatentConsumer {
       multiply_fragment<Operand, Shape::kKeys>(scores, queries + 4 * k,
                                                rows_operand(memory.keys(W, Shape::kSlabs - 1)) + (k * 32 >> 4), k > 0);
     }
-    multiply_slabs<4 * W>(parity);
+    // FP8 latents arrive when both have given back all of the tile before: what is awaited here may want this release.
+    if (!Shape::kIsFp8) multiply_slabs<4 * W>(parity);
     commit_products();
     if (IS_OTHERS_PENDING) {
       wait_for_products<1>();
       release(memory.emptied(kOther, W));
     }
+    if (Shape::kIsFp8) multiply_slabs<4 * W>(parity);
     // These come when the other has given them back, which it does before it awaits those given back above.
     multiply_slabs<4 * kOther>(parity);
     commit_products();
@@ -265,12 +267,23 @@ struct LatentConsumer {
     return columns_operand(memory.keys(tile, 4 * W), Shape::kSlabBytes);
   }
 
+  // The warpgroup's 256 columns: at once, or in halves where an instruction has registers for 128.
+  template <typename PROBS>
+  __device__ __forceinline__ void multiply_columns(PROBS probs, uint64_t values) {
+    if constexpr (Shape::kIsFp8) {
+      multiply_values(reinterpret_cast<float(&)[64]>(out[0]), probs, values);
+      multiply_values(reinterpret_cast<float(&)[64]>(out[64]), probs, values + (2 * Shape::kSlabBytes >> 4));
+    } else {
+      multiply_values(out, probs, values);
+    }
+  }
+
   __device__ __forceinline__ void multiply_own() {
     const uint64_t values = values_of(W);
     pin(probs);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < Shape::kKeys / 16; ++k) multiply_values(out, probs + 4 * k, values + (k * 16 * kSwizzleBytes >> 4));
+    for (int k = 0; k < Shape::kKeys / 16; ++k) multiply_columns(probs + 4 * k, values + (k * 16 * kSwizzleBytes >> 4));
     commit_products();
   }
 
@@ -283,7 +296,7 @@ struct LatentConsumer {
     begin_products();
 #pragma unroll
     for (int k = 0; k < Shape::kKeys / 16; ++k) {
-      multiply_values(out, others + (k * 32 >> 4), values + (k * 16 * kSwizzleBytes >> 4));
+      multiply_columns(others + (k * 32 >> 4), values + (k * 16 * kSwizzleBytes >> 4));
     }
     commit_products();
   }

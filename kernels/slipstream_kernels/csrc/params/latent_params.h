@@ -6,7 +6,7 @@
 
 struct LatentParams {
   const void* q;                // [num_tokens, num_heads, 576] bf16: absorbed queries
-  const void* latent_cache;     // [num_blocks, 1, block_size, 576] bf16; the first 512 of a row are its value
+  const void* latent_cache;     // [num_blocks, 1, block_size, 576] bf16, the first 512 of a row its value; or FP8 rows
   void* out;                    // [num_tokens, num_heads, 512] bf16
   const int32_t* block_tables;  // [num_requests, max_blocks]
   const int32_t* query_start_loc;

@@ -10,9 +10,11 @@
 namespace slipstream {
 
 // Rows of queries [tokens x heads][576], rows of the cache [blocks x block_size][576]; boxes of 64 rows and columns.
+// Of an FP8 cache: its latents in boxes of 128 columns, its scales, its rotated features.
 struct LatentMaps {
   CUtensorMap q;
   CUtensorMap cache;
+  CUtensorMap scales, rope;   // FP8 alone
 };
 
 struct LatentLoader {
@@ -41,9 +43,13 @@ struct LatentLoader {
           is_awaited = true;
         }
         // In the order in which the tile's slabs are given back.
-        load_group<TILE, 2>(row, parity, hint);
-        load_group<TILE, TILE>(row, parity, hint);
-        load_group<TILE, 1 - TILE>(row, parity, hint);
+        if constexpr (Shape::kIsFp8) {
+          load_raw<TILE>(row, parity, hint);
+        } else {
+          load_group<TILE, 2>(row, parity, hint);
+          load_group<TILE, TILE>(row, parity, hint);
+          load_group<TILE, 1 - TILE>(row, parity, hint);
+        }
         parity ^= 1;
       }
     }
@@ -105,6 +111,23 @@ struct LatentLoader {
     for (int slab = kFirst; slab < kEnd; ++slab) {
       arrive_expecting(memory.filled(TILE, slab), Shape::kSlabBytes);
       copy_box(memory.keys(TILE, slab), &maps.cache, memory.filled(TILE, slab), hint, 64 * slab, row);
+    }
+  }
+
+  // The rotated slab, and what is converted to the others: it lies where both warpgroups' columns were.
+  template <int TILE>
+  __device__ __forceinline__ void load_raw(int row, uint32_t parity, uint64_t hint) const {
+    constexpr int kRope = Shape::kSlabs - 1;
+    wait_barrier(memory.emptied(TILE, 2), parity ^ 1);
+    arrive_expecting(memory.filled(TILE, kRope), Shape::kSlabBytes);
+    copy_box(memory.keys(TILE, kRope), &maps.rope, memory.filled(TILE, kRope), hint, 0, row);
+    wait_barrier(memory.emptied(TILE, TILE), parity ^ 1);
+    wait_barrier(memory.emptied(TILE, 1 - TILE), parity ^ 1);
+    arrive_expecting(memory.raw_filled(TILE), Shape::kRawBytes);
+    copy_box(memory.raw_scales(TILE), &maps.scales, memory.raw_filled(TILE), hint, 0, row);
+#pragma unroll 1
+    for (int part = 0; part < Shape::kScales; ++part) {
+      copy_box(memory.raw(TILE, part), &maps.cache, memory.raw_filled(TILE), hint, Shape::kScaleColumns * part, row);
     }
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mma/latent_consumer.cuh"
+#include "pipeline/latent_convert.cuh"
 #include "pipeline/latent_load.cuh"
 
 namespace slipstream {
@@ -26,6 +27,9 @@ __device__ __forceinline__ void run_latent_attention(const LatentParams& p, cons
     if (threadIdx.x == 32) loader.load_keys<1>(walk);
     if (threadIdx.x == 64) loader.load_queries(walk);
     if (threadIdx.x >= 96) loader.leave_plan(walk);
+  } else if (Shape::kIsFp8 && warpgroup == 3) {
+    lower_registers<Shape::kConvertRegisters>();
+    LatentConverter{memory}.run(walk);
   } else {
     raise_registers<Shape::kRegisters>();
     await_previous();

@@ -1,9 +1,16 @@
 // Shared memory of the latent attention kernel: 64 rows of queries, two tiles of 64 keys, probabilities, barriers.
+//
+// Rows of the cache are bf16; of a library built with SLIPSTREAM_FP8_ROWS=1 they are FP8 (latent_cache.py), and become
+// bf16 where the tensor cores read them (latent_convert.cuh).
 #pragma once
 
 #include "mma/hopper_mma.cuh"
 #include "ptx/hopper_copy.cuh"
 #include "schedule/latent_work.cuh"
+
+#ifndef SLIPSTREAM_FP8_ROWS
+#define SLIPSTREAM_FP8_ROWS 0
+#endif
 
 namespace slipstream {
 
@@ -18,9 +25,18 @@ struct LatentShape {
   static constexpr int kSlabs = kKeyDim / 64;       // the last one is rotated
   static constexpr int kSlabBytes = 64 * kSwizzleBytes;
   static constexpr int kTileBytes = kSlabs * kSlabBytes;
-  static constexpr int kThreads = 384;              // a warpgroup that loads, two that multiply
-  static constexpr int kLoadRegisters = 40;
-  static constexpr int kRegisters = 232;
+  static constexpr bool kIsFp8 = SLIPSTREAM_FP8_ROWS;
+  static constexpr int kThreads = kIsFp8 ? 512 : 384;   // a warpgroup that loads, two that multiply, one that converts
+  static constexpr int kLoadRegisters = kIsFp8 ? 24 : 40;
+  static constexpr int kRegisters = kIsFp8 ? 224 : 232;
+  static constexpr int kConvertRegisters = 40;
+  // An FP8 row: 512 bytes of latents, a scale for each 128 of them, 64 rotated features in bf16.
+  static constexpr int kScaleColumns = 128;
+  static constexpr int kScales = kValueDim / kScaleColumns;
+  static constexpr int kScaleBytes = kKeys * kScales * 4;          // of a tile
+  static constexpr int kRopeOffset = kValueDim + kScales * 4;
+  static constexpr int kFp8RowBytes = kRopeOffset + 64 * 2;
+  static constexpr int kRawBytes = kKeys * kValueDim + kScaleBytes;
 };
 
 // What a tile's slabs are given back in: the columns of warpgroup 0's outputs, of warpgroup 1's, and the rotated ones.
@@ -36,7 +52,8 @@ struct LatentMemory {
   static constexpr int kWorkOffset = kSumOffset + 2 * Shape::kRows * 4;
   static constexpr int kBarrierOffset = kWorkOffset + 2 * sizeof(LatentWork);
   static_assert(kBarrierOffset % 8 == 0);
-  static constexpr int kNumBarriers = 2 + 2 * Shape::kSlabs + 2 * kSlabGroups;
+  static constexpr int kRawBarrier = 2 + 2 * Shape::kSlabs + 2 * kSlabGroups;
+  static constexpr int kNumBarriers = kRawBarrier + (Shape::kIsFp8 ? 2 : 0);
   static constexpr int kTotalBytes = kBarrierOffset + 8 * kNumBarriers;
   static_assert(kTotalBytes <= 227 * 1024);
 
@@ -49,6 +66,12 @@ struct LatentMemory {
   __device__ __forceinline__ uint32_t probs(int tile) const { return address + kProbOffset + tile * Shape::kSlabBytes; }
   __device__ __forceinline__ uint32_t keys(int tile, int slab) const {
     return address + kTileOffset + tile * Shape::kTileBytes + slab * Shape::kSlabBytes;
+  }
+  // FP8 latents of 128 columns as they come: in the upper half of the tile that they become, each where two of its slabs
+  // are written last. Their scales, [64 keys][4]: at the end of a slab of the lower half.
+  __device__ __forceinline__ uint32_t raw(int tile, int part) const { return keys(tile, Shape::kValueSlabs / 2 + part); }
+  __device__ __forceinline__ uint32_t raw_scales(int tile) const {
+    return keys(tile, Shape::kValueSlabs / 2) - Shape::kScaleBytes;
   }
   // Maximum and rescaling factor of a row after warpgroup w's tile; a warpgroup's part of the row's normaliser.
   __device__ __forceinline__ uint32_t state(int w, int row) const { return address + kStateOffset + (w * Shape::kRows + row) * 8; }
@@ -68,12 +91,17 @@ struct LatentMemory {
   __device__ __forceinline__ uint32_t emptied(int tile, int group) const {
     return barrier(2 + 2 * Shape::kSlabs + tile * kSlabGroups + group);
   }
+  __device__ __forceinline__ uint32_t raw_filled(int tile) const { return barrier(kRawBarrier + tile); }
 
   // One thread.
   __device__ __forceinline__ void init() const {
     init_barrier(query_filled(), 1);
     init_barrier(query_emptied(), 8);
-    for (int i = 0; i < 2 * Shape::kSlabs; ++i) init_barrier(barrier(2 + i), 1);
+    // Slabs of latents are filled by one copy, or by four warps that convert.
+    for (int i = 0; i < 2 * Shape::kSlabs; ++i) {
+      init_barrier(barrier(2 + i), Shape::kIsFp8 && i % Shape::kSlabs < Shape::kValueSlabs ? 4 : 1);
+    }
+    for (int i = kRawBarrier; i < kNumBarriers; ++i) init_barrier(barrier(i), 1);
     for (int i = 0; i < 2 * kSlabGroups; ++i) init_barrier(barrier(2 + 2 * Shape::kSlabs + i), 4);
     publish_barriers();
   }

@@ -1,6 +1,8 @@
 // The emulator's warp_mma.cuh and numbers.cuh: what of them the emulated kernels use.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "ptx/memory_access.cuh"
 
 namespace slipstream {
@@ -91,6 +93,15 @@ inline uint32_t transpose_8x8(uint32_t pair) {
       }
     }
   });
+}
+
+inline void widen_e4m3(uint32_t word, uint32_t& low, uint32_t& high) {
+  uint32_t values[4];
+  for (int i = 0; i < 4; ++i) {
+    values[i] = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(word >> 8 * i), __NV_E4M3).x;
+  }
+  low = values[0] | values[1] << 16;
+  high = values[2] | values[3] << 16;
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }

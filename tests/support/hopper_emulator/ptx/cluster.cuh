@@ -6,8 +6,11 @@
 // Rows of 16-bit elements, and the box that one copy takes of them: 64 columns, under the 128-byte swizzle.
 struct CUtensorMap {
   const char* data;
-  int64_t num_rows, row_bytes;
+  int64_t num_rows, row_bytes;   // bytes from row to row; those of the tensor are the first `width`
   int box_rows;
+  int64_t width = row_bytes;
+  int element_bytes = 2, box_bytes = 128;
+  bool is_swizzled = true;
 };
 
 namespace slipstream {
@@ -17,13 +20,13 @@ constexpr uint64_t kReadOnce = 0, kReadNormally = 0;
 inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t, int x, int y) {
   static const char zeros[16] = {};
   if (to % 1024 != 0 || x % 8 != 0) emulator::fail("a box that is not aligned");
-  std::memset(emulator::shared(to), 0xff, map->box_rows * 128);
+  std::memset(emulator::shared(to), 0xff, map->box_rows * map->box_bytes);
   for (int row = 0; row < map->box_rows; ++row) {
-    for (int part = 0; part < 8; ++part) {
-      const int64_t column = 2 * x + 16 * part;
-      const bool is_inside = y + row >= 0 && y + row < map->num_rows && column < map->row_bytes;
+    for (int part = 0; part < map->box_bytes / 16; ++part) {
+      const int64_t column = map->element_bytes * x + 16 * part;
+      const bool is_inside = y + row >= 0 && y + row < map->num_rows && column < map->width;
       const char* from = is_inside ? map->data + (y + row) * map->row_bytes + column : zeros;
-      char* place = emulator::shared(to + row * 128 + (part ^ row % 8) * 16);
+      char* place = emulator::shared(to + row * map->box_bytes + (map->is_swizzled ? part ^ row % 8 : part) * 16);
       emulator::current->cta->copies.push_back({place, from, 16, barrier});
     }
   }
