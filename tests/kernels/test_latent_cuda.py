@@ -97,6 +97,7 @@ def test_auto_leaves_one_token_over_a_short_context_to_triton() -> None:
     call = call_of(make_case([1], [64], 16, device=torch.device("cpu")))
     assert not prefers_cuda(call)
     assert prefers_cuda(replace(call, max_seq_len=1 << 17))
+    assert prefers_cuda(call_of(make_case([1], [64], 16, is_fp8=True, device=torch.device("cpu"))))
     assert prefers_cuda(call_of(make_case([1, 1], [64, 9], 16, device=torch.device("cpu"))))
 
 

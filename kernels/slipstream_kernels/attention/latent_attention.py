@@ -12,7 +12,8 @@ from slipstream_kernels.select import require_float, require_shape, select, sele
 
 OP = "attention.latent_attention"
 # "auto" leaves these rows (tokens x heads) over such contexts to Triton-lang: measured on one H200, one token of 16
-# heads takes it 27 us over 8k (CUDA 33), 161 over 128k (90). Other calls take CUDA 0.4 to 1.04 times as long.
+# heads takes it 27 us over 8k (CUDA 33), 161 over 128k (90). Other calls take CUDA 0.4 to 1.15 times as long, and those
+# of FP8 rows 0.26 to 0.82 times, these few too.
 FEW_ROWS, SHORT_SEQ_LEN = 16, 1 << 15
 
 
@@ -41,8 +42,8 @@ def latent_attention(
     tree_mask: [num_tokens] int64, as ops.decode_attention takes it; then queries have at most 64 tokens.
     max_query_len, max_seq_len: host-side upper bounds that size grids (no device read, CUDA-graph safe).
     is_prefix_settled: as ops.decode_attention takes it.
-    backend: "cuda" (Hopper; bf16 rows of 512 + 64 features, at most 64 tokens a request; ValueError if it cannot run),
-    "triton", "reference" or "auto".
+    backend: "cuda" (Hopper; bf16 q, rows of 512 + 64 features in bf16 or FP8, at most 64 tokens a request; ValueError
+    if it cannot run), "triton", "reference" or "auto".
     Returns [num_tokens, num_heads, rank], dtype of q; rows past query_start_loc[-1] are unspecified.  The triton
     and cuda versions split the keys over programs by the batch.  Calls of the cuda version on one device must be
     ordered, on one stream, with one call before any graph capture.
@@ -74,4 +75,5 @@ def latent_attention(
 
 def prefers_cuda(call: LatentCall) -> bool:
     """Whether "auto" chooses the CUDA version where it can run; by bounds of the host, which graphs have too."""
-    return call.q.shape[0] * call.q.shape[1] > FEW_ROWS or call.max_seq_len > SHORT_SEQ_LEN
+    is_few = call.q.shape[0] * call.q.shape[1] <= FEW_ROWS and call.max_seq_len <= SHORT_SEQ_LEN
+    return call.cache.is_fp8 or not is_few
