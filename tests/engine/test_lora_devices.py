@@ -22,17 +22,23 @@ from tiny_checkpoints import make_checkpoint
 from tiny_model import make_tiny_llama
 
 TWO = ParallelConfig(tensor_parallel_size=2)
+STAGES = ParallelConfig(pipeline_parallel_size=2)
+BOTH = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
-def test_two_ranks_say_what_one_says(tiny_llama: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("sizes", [TWO, STAGES, BOTH], ids=["tensor parallel", "stages", "both"])
+def test_ranks_say_what_one_says(
+    sizes: ParallelConfig, tiny_llama: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
     """Mixed batches, more adapters than slots, one loaded later, one that a client sends, slots that sleep emptied."""
     adapters = three_adapters(tmp_path / "adapters", tiny_llama)
     later = make_adapter(tmp_path / "later", tiny_llama, 7, size=0.8)
     asked = list(zip(("all", "", "queries", "rooted"), prompts[5:]))
     told = []
-    for parallel in (TWO, None):
+    for parallel in (sizes, None):
         engine = serving(tiny_llama, adapters, parallel, max_loras=2, lora_root=str(tmp_path), lora_cache_bytes=1 << 20)
-        assert len(children_of(os.getpid(), "rank_process")) == (parallel is not None)
+        num_ranks = 1 if parallel is None else parallel.num_ranks
+        assert len(children_of(os.getpid(), "rank_process")) == num_ranks - 1
         found = [answers(engine, asked, max_tokens=8)]
         engine.adapters.carry_out(Control(LOAD_LORA, name="later", folder=later.name))
         found.append(answers(engine, [("later", PROMPT), *asked[:2]], max_tokens=8))

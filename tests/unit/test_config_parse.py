@@ -117,7 +117,6 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"enforce_eager": "true"}, "enforce_eager='true': a TensorRT-LLM or vLLM parameter .*use `cuda_graphs: off`"),
         ({"enable_lora": "true", "tensor_parallel_size": "2", "num_nodes": "2", "rank_secret_file": "/secret"},
          "enable_lora=True: .* num_nodes=1"),
-        ({"enable_lora": "true", "pipeline_parallel_size": "2"}, "enable_lora=True: .* pipeline_parallel_size=1"),
         ({"enable_lora": "true", "deterministic": "true"}, "enable_lora=True: accepted without deterministic"),
         ({"lora_modules": '{"a": "b"}'}, "lora_modules='{\"a\": \"b\"}': accepted with enable_lora=true"),
         ({"lora_modules": "a=b"}, "lora_modules='a=b': accepted: a JSON object of names and folders"),

@@ -304,9 +304,6 @@ def _check_lora(config: EngineConfig) -> None:
                 raise ConfigError(name, value, "accepted with enable_lora=true")
     elif parallel.num_nodes > 1:
         raise ConfigError("enable_lora", True, f"accepted with num_nodes=1, not {parallel.num_nodes}")
-    elif parallel.pipeline_parallel_size > 1:
-        stages = parallel.pipeline_parallel_size
-        raise ConfigError("enable_lora", True, f"accepted with pipeline_parallel_size=1, not {stages}")
     elif model.deterministic:
         raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
     elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:

@@ -126,8 +126,8 @@ def _added(
 class Decoder:
     """num_positions: rows of the rotary tables, that is the longest sequence (tokens) that may be served.
 
-    layers: of the whole model. own_layers: of this rank's stage; those of others have names and shapes, no memory, and
-    so have the embedding, the final norm and the head, which are the first stage's.
+    layers: of the whole model. own_layers: of this rank's stage, with own_indices in the model; those of others have
+    names and shapes, no memory, and so have the embedding, the final norm and the head, which are the first stage's.
     """
 
     def __init__(self, spec: DecoderSpec, context: LayerContext, backend: AttentionBackend, num_positions: int) -> None:
@@ -137,13 +137,13 @@ class Decoder:
         self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
         self.kv_groups: tuple[int, ...] = ()  # of each layer, for batches that have several
         ropes = RopeTables(num_positions, context.device)
-        self._own = context.parallel.own_layers(spec.num_layers)
+        self.own_indices = context.parallel.own_layers(spec.num_layers)
         elsewhere = replace(context, device=torch.device("meta"), stands_for=context.computes_on)
         ends = elsewhere if context.parallel.stage else context
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, ends, spec.embedding_scale)
-        contexts = [context if index in self._own else elsewhere for index in range(spec.num_layers)]
+        contexts = [context if index in self.own_indices else elsewhere for index in range(spec.num_layers)]
         self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, of) for layer, of in zip(spec.layers, contexts)]
-        self.own_layers = self.layers[self._own.start : self._own.stop]
+        self.own_layers = self.layers[self.own_indices.start : self.own_indices.stop]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ends)
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
         scale = LogitScale(spec.logit_scale, spec.logit_soft_cap)
@@ -234,7 +234,7 @@ class Decoder:
     def own_slots(self, names: Names) -> dict[str, WeightSlot]:
         """Those of weight_slots that this rank's stage has, in the same order."""
         slots = {} if self.context.parallel.stage else self._end_slots(names)
-        for index in self._own:
+        for index in self.own_indices:
             slots |= self.layers[index].weight_slots(names, index)
         return slots
 

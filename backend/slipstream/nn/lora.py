@@ -170,25 +170,27 @@ class LoraTarget:
 
 
 class LoraTargets:
-    """What adapters may change in a decoder, by the names of the checkpoint; the decoder may be on "meta"."""
+    """What adapters may change in a decoder's own layers, by the names of the checkpoint; it may be on "meta"."""
 
     def __init__(self, decoder: Decoder, names: Names) -> None:
         self._slot = 0  # that is being loaded
         self.targets = dict(self._found(decoder, names))
 
     def load(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
-        """Put an adapter in the place of another one. Its shapes have been checked."""
+        """Put an adapter in the place of another one; what it has for other stages' layers is left out. Its shapes have
+        been checked."""
         self._slot = slot
         for linear in {id(linear): linear for target in self.targets.values() for linear, _ in target.parts}.values():
             linear.clear(slot)
         for name, pair in pairs.items():
-            target = self.targets[name]
+            if (target := self.targets.get(name)) is None:
+                continue
             for linear, part in target.parts:
                 linear.put_a(slot, part, pair.a)
             target.load_b.load(pair.b)
 
     def _found(self, decoder: Decoder, names: Names) -> Iterator[tuple[str, LoraTarget]]:
-        for index, layer in enumerate(decoder.layers):
+        for index, layer in zip(decoder.own_indices, decoder.own_layers):
             parts: dict[str, list[tuple[LoraLinear, int]]] = {}
             own_names: dict[str, list[str]] = {}
             slots: list[tuple[str, str, WeightSlot]] = []

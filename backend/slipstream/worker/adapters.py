@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -64,13 +65,18 @@ class AdapterRows:
         return self.run(tensors.batch)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        num_tokens = len(batch.token_ids)
+        with self.applied(len(batch.token_ids)):
+            return self._model.forward(batch, self._kv_caches)
+
+    @contextmanager
+    def applied(self, num_tokens: int) -> Iterator[None]:
+        """The model adds the adapters of the last step of `tensors`, which has this number of rows."""
         count, rows = ops.count_tiles(num_tokens, self._rows.num_slots), ops.tile_rows(num_tokens)
         self._rows.tiles = ops.AdapterTiles(
             self._tiles[:count], self._tiles[count : count * (1 + rows)].view(count, rows)
         )
         try:
-            return self._model.forward(batch, self._kv_caches)
+            yield
         finally:
             self._rows.tiles = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -196,12 +197,14 @@ class ModelRunner:
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]; of a
         model in stages none."""
+        if self._stage is not None:
+            adapters = self._adapters if tensors.has_adapters else None
+            with nullcontext() if adapters is None else adapters.applied(len(tensors.batch.token_ids)):
+                self._stage.launch(tensors.batch, tensors.is_last_only)
+            return self._stage.no_rows()
         if tensors.has_adapters:
             assert self._adapters is not None
             return self._adapters.forward(tensors)
-        if self._stage is not None:
-            self._stage.launch(tensors.batch, tensors.is_last_only)
-            return self._stage.no_rows()
         if tensors.graph is not None:
             return self._graphs.replay(tensors.graph)
         if tensors.prompt_graph is not None:
