@@ -29,6 +29,7 @@ from slipstream.nn.spec import read_spec
 from slipstream.worker.interface import StepInput, StepResult
 from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.stages import balanced
+from speculation_config import speculation_config
 from tiny_checkpoints import make_checkpoint
 from tiny_model import make_tiny_llama, save_tokenizer
 
@@ -48,7 +49,7 @@ class Recorder:
     def __init__(self, worker: LeadingWorker) -> None:
         self._worker = worker
         self.underway: dict[int, Sequence[int]] = {}  # step id -> sequence ids of rows that sample
-        self.most_underway = self.num_resumed = 0
+        self.most_underway = self.num_resumed = self.num_drafts = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -57,6 +58,7 @@ class Recorder:
         sampling = [own for own, samples in zip(step.sequence_ids, step.samples) if samples]
         earlier = {own for ids in self.underway.values() for own in ids}
         assert not step.pending and earlier.isdisjoint(sampling), "one token of a request at a time"
+        self.num_drafts += step.total_num_drafts
         self.num_resumed += sum(new.num_preemptions > 0 for new in step.new_requests)
         self.underway[step.step_id] = sampling
         self.most_underway = max(self.most_underway, len(self.underway))
@@ -250,9 +252,42 @@ def test_stages_that_cannot_be_are_refused(changes: dict[str, Any], reason: str,
         plan(llama, replace(TWO, **changes))
 
 
-def test_speculation_in_stages_is_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_method=.*accepted with pipeline_parallel_size=2: none"):
-        plan(llama, TWO, speculation=SpeculationConfig(methods="ngram"))
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_drafts_in_stages(llama: Path, prompts: list[list[int]], tensor_parallel_size: int) -> None:
+    """Drafting requests beside others: chunked, preempted, from the prefix cache and the host; a sleep between."""
+    methods = ("ngram", "draft_model")
+    drafted = [replace(one, speculative_method=method) for method in methods for one in (GREEDY, SEEDED, EDITED)]
+    params = [
+        *drafted,
+        replace(GUIDED, speculative_method="ngram"),
+        *(replace(one, num_draft_tokens=0) for one in KINDS),
+    ]
+    texts = [prompts[4 + index % 8] for index in range(len(params))]
+    expected = run_all(make_engine(llama), texts, [replace(one, speculative_method=None) for one in params])
+    speculation = speculation_config(",".join(methods), throttle="off", ngram_min=1, draft_model=str(llama))
+    cache = {"num_blocks": 26, "host_memory_bytes": 1 << 20}
+    sizes = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size=tensor_parallel_size)
+    engine = make_engine(llama, {"max_model_len": 128}, cache, NARROW, speculation, parallel=sizes)
+    try:
+        first, second = engine.memory_plan.stages
+        assert first.bytes_per_block > second.bytes_per_block and first.weight_bytes > second.weight_bytes
+        recorder = record(engine)
+        same(run_all(engine, texts, params), expected)
+        assert recorder.num_drafts > 100 and recorder.num_resumed > 0
+        for control in (Control(SLEEP, 1), Control(WAKE_UP)):
+            order = engine.post(control)
+            run_steps(engine, {})
+            order.wait()
+        same(run_all(engine, texts[1::3], params[1::3]), expected[1::3])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("methods", ["medusa", "ngram,eagle"])
+def test_heads_in_stages_are_refused(llama: Path, methods: str) -> None:
+    accepted = r"speculative_method=.*accepted with pipeline_parallel_size=2: ngram, draft_model"
+    with pytest.raises(ConfigError, match=accepted):
+        plan(llama, TWO, speculation=SpeculationConfig(methods=methods))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,6 @@ def num_owed_blocks(request: Request, cache: KVCacheManager, num_promised: int, 
     return num_promised - cache.pool.num_references + num_worst - cache.num_blocks_for(request.num_tokens)
 
 
-def decode_share(budget: int, num_running: int, num_microbatches: int) -> int:
-    """The part of a step's budget that its decodes may take, so that each of the steps in flight gets some of them."""
-    return budget if num_microbatches == 1 else min(budget, -(-num_running // num_microbatches))
+def most_decodes(num_running: int, num_microbatches: int) -> int:
+    """How many requests may decode in a step, so that each of the steps in flight gets some of them."""
+    return -(-num_running // num_microbatches)

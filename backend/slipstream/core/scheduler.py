@@ -18,7 +18,7 @@ from itertools import chain
 from operator import attrgetter
 
 from slipstream.core.adapters import AdapterSlots
-from slipstream.core.admission import check_fits, decode_share, num_owed_blocks
+from slipstream.core.admission import check_fits, most_decodes, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.finish import StopConditions
@@ -161,8 +161,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
         if self._running:
-            share = decode_share(budget, len(self._running), self.num_microbatches)
-            budget -= share - self._schedule_decodes(step, share, prefills)
+            budget = self._schedule_decodes(step, budget, prefills)
         self.prefill_budget.begin_step(step, len(self._waiting))
         can_admit = admits and bool(self._waiting) and not step.preempted
         self.adapters.begin_step()
@@ -184,6 +183,7 @@ class Scheduler:
         num_drafts_of = self.planner.num_drafts
         with_drafts: list[tuple[int, int]] = []  # (place in the step, number of drafts)
         draft_budget = (budget - len(self._running)) // 2
+        num_most = most_decodes(len(self._running), self.num_microbatches)
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
             num_computed, num_pending = request.num_computed_tokens, request.num_output_placeholders
             num_tokens = len(request.token_ids) + num_pending
@@ -196,7 +196,7 @@ class Scheduler:
             if num_tokens - num_computed != 1:
                 prefills.append(request)
                 continue
-            if budget <= 0:
+            if budget <= 0 or len(step.requests) >= num_most:
                 break
             num_new = 1
             if request.draft_token_ids:

@@ -112,6 +112,11 @@ class Drafting:
                 return ""
         return head.method
 
+    def must_read_before_next(self, in_flight: Sequence[InFlightStep]) -> bool:
+        """Whether the next step depends on accepted drafts; with stages it has requests of its own."""
+        is_shared = self._scheduler.num_microbatches == 1
+        return bool(is_shared and in_flight and self.method_after(in_flight[-1].step))
+
     def method_after(self, step: ScheduledStep) -> str:
         """The method of the first request that may draft after a step; "" if none may."""
         if not self._drafters:

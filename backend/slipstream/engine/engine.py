@@ -209,8 +209,8 @@ class Engine:
             outputs += self.scheduler.expire(start)
             for request in self.residency.ended(self.scheduler.live_requests):
                 self._fail(request, CapacityError("the model was put to sleep before the request ended"), outputs)
-            if self._in_flight and self._drafting.method_after(self._in_flight[-1].step):
-                self._read_all(outputs)  # the next step depends on the accepted drafts
+            if self._drafting.must_read_before_next(self._in_flight):
+                self._read_all(outputs)
             ahead, self._ahead = self._ahead, None
             step = self.scheduler.schedule(admits=ahead is None)
             if step.requests:

@@ -50,10 +50,12 @@ def draft_memory(
     kv_dtype: torch.dtype,
     parallel: Parallel = SINGLE,
 ) -> DraftMemory:
-    """The memory of all methods loaded, on a rank. Raises ConfigError for a drafter whose files cannot be read."""
+    """The memory of all methods loaded, on a rank; none behind the first stage, which drafts.
+
+    Raises ConfigError for a drafter whose files cannot be read."""
     from slipstream.worker.spec_decode import PROPOSERS  # which import the plan that this is part of
 
-    if config.model.load_format == "null" or not config.speculation.loaded:
+    if config.model.load_format == "null" or not config.speculation.loaded or parallel.stage:
         return DraftMemory()
     planning = Planning(config, planned_model(config.model, spec, dtype, device, parallel), kv_dtype)
     methods = [PROPOSERS.get(name) for name in config.speculation.loaded]

@@ -123,7 +123,8 @@ class ModelRunner:
         of_groups = compactions(pool, groups, device)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases)
-        self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}  # where it was measured
+        is_timed = drafts.num_drafts and self._stage is None  # only graphs are, which stages have not
+        self.step_seconds = self._time_steps(plan) if is_timed else {}
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, phases: StartUp) -> None:

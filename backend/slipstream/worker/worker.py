@@ -69,8 +69,9 @@ class ModelWorker:
         num_rows, groups = 2 * config.scheduler.max_num_seqs, plan.groups
         self._tables = BlockTables.sized(num_rows, plan.max_model_len, plan.block_size, groups)
         context = SpeculatorContext(config, hardware, plan, target, self._tables)
-        self.speculator = Speculator(config.speculation.loaded, context)
-        if config.speculation.loaded:
+        methods = () if hardware.parallel.stage else config.speculation.loaded
+        self.speculator = Speculator(methods, context)
+        if methods:
             finish_phase(phases, "drafters", hardware.device)
         self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, self.speculator.layout)
         draft_seconds = self.speculator.capture(self.runner.verified_rows())
