@@ -1,8 +1,8 @@
 """Times latent attention on a GPU with a cold L2: TB/s of latents and TFLOP/s, CUDA beside Triton-lang.
 
-`python -m slipstream_kernels.bench_latent [--schedules] [--fp8] [--json FILE]`.  Random data, scattered blocks of 64
-tokens; --fp8: of FP8 rows.
---schedules adds the CUDA version with other cuts of the keys into shares.
+`python -m slipstream_kernels.bench_latent [--schedules] [--fp8] [--prompts] [--json FILE]`.  Random data, scattered
+blocks of 64 tokens; --fp8: of FP8 rows.
+--schedules adds the CUDA version with other cuts of the keys into shares.  --prompts: un-absorbed attention instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from slipstream_kernels.attention.cuda import latent_attention as cuda_latent
 from slipstream_kernels.attention.latent_attention import latent_attention
 from slipstream_kernels.attention.latent_call import LatentCall
+from slipstream_kernels.attention.ragged_attention import ragged_attention
 from slipstream_kernels.bench import median_seconds
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.kv_cache import FP8_DTYPE
@@ -64,6 +65,44 @@ SHAPES = (
     Shape(1, 131072, 16),
     Shape(8, 8192, 128),
     Shape(1, 1024, 128),
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request's queries over num_keys keys that lie side by side.  sizes: features of a key's own part, of the part
+    that heads share, of a value.  Causal if it attends to as many keys as it has queries, else to keys before them."""
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    sizes: tuple[int, int, int] = (128, 64, 128)
+
+    def name(self) -> str:
+        """Short text for tables."""
+        return f"{self.num_heads} heads {self.num_queries} x {self.num_keys} {self.sizes}"
+
+    def num_tokens(self) -> int:
+        """Of keys."""
+        return self.num_keys
+
+    def flops(self) -> int:
+        """Of the pairs of query and key that are not masked."""
+        num_pairs = self.num_queries * self.num_keys // (2 if self.is_causal() else 1)
+        return 2 * num_pairs * self.num_heads * sum(self.sizes)
+
+    def is_causal(self) -> bool:
+        """Whether its keys are its own."""
+        return self.num_queries == self.num_keys
+
+
+PROMPTS = (
+    *(Prompt(length, length, 16) for length in (1024, 2048, 8192)),
+    Prompt(2048, 8192, 16),
+    Prompt(8192, 8192, 128),
+    Prompt(8192, 8000, 128),
+    Prompt(8192, 8192, 20, (192, 64, 256)),
+    Prompt(2048, 8192, 20, (192, 64, 256)),
 )
 
 
@@ -138,22 +177,54 @@ def versions(call: LatentCall, has_schedules: bool) -> dict[str, Callable[[], ob
     return found
 
 
+def prompt_versions(prompt: Prompt, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Every version of its attention; keys and values are views of one tensor, as the up-projection gives them."""
+    own, shared, value = prompt.sizes
+    both = torch.randn(prompt.num_keys, prompt.num_heads, own + value, dtype=torch.bfloat16, device=device)
+    latents = torch.randn(prompt.num_keys, RANK + shared, dtype=torch.bfloat16, device=device)
+    q = torch.randn(prompt.num_queries, prompt.num_heads, own + shared, dtype=torch.bfloat16, device=device)
+    query_starts, key_starts = (
+        torch.tensor([0, count], dtype=torch.int32, device=device) for count in (prompt.num_queries, prompt.num_keys)
+    )
+    call = partial(
+        ragged_attention,
+        q,
+        both[..., :own],
+        latents[:, RANK:],
+        both[..., own:],
+        query_starts,
+        key_starts,
+        key_starts[1:],
+        max_query_len=prompt.num_queries,
+        max_key_len=prompt.num_keys,
+        scale=SCALE,
+        is_causal=prompt.is_causal(),
+    )
+    return {backend: partial(call, backend=backend) for backend in ("cuda", "triton")}
+
+
 def main() -> None:
     """Print the table; see the module's text."""
     parser = argparse.ArgumentParser(description="Time latent attention")
     parser.add_argument("--only", default="", help="run the shapes whose name contains this")
     parser.add_argument("--schedules", action="store_true", help="time other cuts of the keys as well")
     parser.add_argument("--fp8", action="store_true", help="FP8 rows instead of bf16 ones")
+    parser.add_argument("--prompts", action="store_true", help="un-absorbed attention of prompts")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     device, results = torch.device("cuda"), []
-    for shape in SHAPES:
+    for shape in PROMPTS if arguments.prompts else SHAPES:
         if arguments.only not in shape.name():
             continue
         cells = []
-        call = random_call(shape, device, arguments.fp8)
-        num_bytes = shape.num_tokens() * call.rows.shape[3] * call.rows.element_size()
-        for version, run in versions(call, arguments.schedules).items():
+        if isinstance(shape, Prompt):
+            num_bytes = shape.num_tokens() * shape.num_heads * sum(shape.sizes) * 2
+            found = prompt_versions(shape, device)
+        else:
+            call = random_call(shape, device, arguments.fp8)
+            num_bytes = shape.num_tokens() * call.rows.shape[3] * call.rows.element_size()
+            found = versions(call, arguments.schedules)
+        for version, run in found.items():
             seconds = median_seconds(run, device, REPEATS)
             result = Result(
                 shape.name(), version, seconds * 1e6, num_bytes / seconds / 1e12, shape.flops() / seconds / 1e12

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from latent_cases import dense_latent_attention, make_latent_case, make_rope, starts_of
+from ragged_cases import dense_ragged, ragged_case
 from slipstream_kernels import ops
 from slipstream_kernels.attention.triton import latent_attention as triton_latent
 from slipstream_kernels.kv.reference.gather_latent import slots_of
@@ -130,46 +131,6 @@ def test_both_versions_write_the_same_fp8_row(device) -> None:
     assert not read_latents(second, numbers)[1, :128].any()
 
 
-def ragged_case(
-    query_lens: list[int],
-    key_lens: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: tuple[int, int, int] = (24, 8, 16),
-) -> tuple:
-    """Keys and values as views of one tensor, as the up-projection gives them; two unused rows behind each request.
-    sizes: features of a key of one head, of the part that heads share, of a value."""
-    torch.manual_seed(2)
-    heads, (nope, rope_dim, value_dim) = 3, sizes
-    num_keys = sum(key_lens) + 2 * len(key_lens)
-    both = torch.randn(num_keys, heads, nope + value_dim).to(device, dtype)
-    latents = torch.randn(num_keys, 40 + rope_dim).to(device, dtype)
-    q = torch.randn(sum(query_lens), heads, nope + rope_dim).to(device, dtype)
-    lens = torch.tensor(key_lens, dtype=torch.int32, device=device)
-    key_starts = starts_of([length + 2 for length in key_lens], device)
-    for request, length in enumerate(key_lens):
-        stop = int(key_starts[request]) + length
-        both[stop : stop + 2], latents[stop : stop + 2] = float("nan"), float("nan")
-    return q, both[..., :nope], latents[:, 40:], both[..., nope:], starts_of(query_lens, device), key_starts, lens
-
-
-def dense_ragged(case: tuple, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, k_rope, v, starts, key_starts, lens = (tensor.cpu() for tensor in case)
-    out, lse = torch.zeros(*q.shape[:2], v.shape[2]).double(), torch.full(q.shape[:2], float("-inf")).double()
-    for request, length in enumerate(lens.tolist()):
-        rows = slice(*starts[request : request + 2].tolist())
-        keys = slice(int(key_starts[request]), int(key_starts[request]) + length)
-        shared = k_rope[keys, None].double().expand(-1, k.shape[1], -1)
-        scores = torch.einsum("qhd,khd->qhk", q[rows].double(), torch.cat([k[keys].double(), shared], -1)) * 0.2
-        if is_causal:
-            query_len = rows.stop - rows.start
-            positions = length - query_len + torch.arange(query_len)
-            scores.masked_fill_((torch.arange(length) > positions[:, None])[:, None], float("-inf"))
-        lse[rows] = scores.logsumexp(-1)
-        out[rows] = torch.einsum("qhk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v[keys].double())
-    return out, lse
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ragged_attention_is_right(device, backend, dtype) -> None:
@@ -190,8 +151,10 @@ def test_published_sizes_of_heads(device, sizes) -> None:
     for is_causal, query_lens, key_lens in ((True, [150, 5], [150, 90]), (False, [130, 2], [70, 200])):
         case = ragged_case(query_lens, key_lens, torch.bfloat16, device, sizes)
         lens = {"max_query_len": max(query_lens), "max_key_len": max(key_lens)}
-        out, _ = ops.ragged_attention(*case, **lens, scale=0.2, is_causal=is_causal, backend="triton")
-        torch.testing.assert_close(out.double().cpu(), dense_ragged(case, is_causal)[0], rtol=rtol, atol=atol)
+        out, lse = ops.ragged_attention(*case, **lens, scale=0.2, is_causal=is_causal, backend="triton")
+        expected = dense_ragged(case, is_causal)
+        torch.testing.assert_close(out.double().cpu(), expected[0], rtol=rtol, atol=atol)
+        torch.testing.assert_close(lse.double().cpu(), expected[1], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

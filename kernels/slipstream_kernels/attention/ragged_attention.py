@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.attention.ragged_call import RaggedCall
-from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select, select_cuda
+
+OP = "attention.ragged_attention"
 
 
 def ragged_attention(
@@ -64,5 +66,6 @@ def ragged_attention(
         q, k, k_rope, v, query_start_loc, key_start_loc, key_lens, out, lse, max_query_len, max_key_len, scale,
         is_causal,
     )  # fmt: skip
-    select("attention.ragged_attention", backend, q).ragged_attention(call)
+    version = select_cuda(OP, OP, backend, q.is_cuda, lambda cuda: cuda.refusal(call))
+    (version or select(OP, backend, q)).ragged_attention(call)
     return out, lse

@@ -11,6 +11,7 @@ from slipstream_kernels.attention.cuda import (
     latent_attention,
     prefill_attention,
     prefill_stage,
+    ragged_attention,
     verify_attention,
 )
 from slipstream_kernels.cuda import cutlass
@@ -40,6 +41,7 @@ def variants() -> list[Variant]:
         decode_attention,
         verify_attention,
         latent_attention,
+        ragged_attention,
         skinny_gemm,
         swap_ab_gemm,
         mixed_gemm,

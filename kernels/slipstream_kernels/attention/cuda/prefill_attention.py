@@ -146,7 +146,7 @@ def variants() -> list[tuple[str, ...]]:
 
 
 @lru_cache
-def _counters(device: torch.device) -> torch.Tensor:
+def work_counters(device: torch.device) -> torch.Tensor:
     """The device's counters of work and of splits, made on first use: run a step before capturing CUDA graphs."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prefill_attention: first use here lies inside a graph capture; run it once before")
@@ -181,7 +181,7 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
         "value_scale": value_scale, "out": call.out, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
-        "sinks": call.sinks, "counters": _counters(call.q.device), "parts": _parts(call),
+        "sinks": call.sinks, "counters": work_counters(call.q.device), "parts": _parts(call),
     }  # fmt: skip
     return PrefillParams(
         **addresses(tensors),

@@ -79,6 +79,16 @@ __device__ __forceinline__ void multiply_rows(float (&d)[64], uint64_t a, uint64
 #undef SLIPSTREAM_OUTPUTS
 }
 
+// The same for 64 rows of b.
+template <typename T, bool ADDS>
+__device__ __forceinline__ void multiply_rows(float (&d)[32], uint64_t a, uint64_t b) {
+  if constexpr (__is_same(T, __half)) {
+    SLIPSTREAM_WGMMA_ROWS("m64n64k16", "f16.f16", SLIPSTREAM_LIST32, "32", "33", "34", SLIPSTREAM_SUMS32(0));
+  } else {
+    SLIPSTREAM_WGMMA_ROWS("m64n64k16", "bf16.bf16", SLIPSTREAM_LIST32, "32", "33", "34", SLIPSTREAM_SUMS32(0));
+  }
+}
+
 // The same for 192 rows of b; e4m3: over 32 summed columns.
 template <typename T, bool ADDS>
 __device__ __forceinline__ void multiply_rows(float (&d)[96], uint64_t a, uint64_t b) {
@@ -102,6 +112,20 @@ __device__ __forceinline__ void multiply_columns(float (&d)[64], const uint32_t*
                              SLIPSTREAM_OUTPUTS);
   } else {
     SLIPSTREAM_WGMMA_COLUMNS("m64n128k16", "bf16.bf16", SLIPSTREAM_LIST64, "64", "65", "66", "67", "68",
+                             SLIPSTREAM_OUTPUTS);
+  }
+#undef SLIPSTREAM_OUTPUTS
+}
+
+// The same for 256 columns.
+template <typename T>
+__device__ __forceinline__ void multiply_columns(float (&d)[128], const uint32_t* a, uint64_t b) {
+#define SLIPSTREAM_OUTPUTS SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32), SLIPSTREAM_SUMS32(64), SLIPSTREAM_SUMS32(96)
+  if constexpr (__is_same(T, __half)) {
+    SLIPSTREAM_WGMMA_COLUMNS("m64n256k16", "f16.f16", SLIPSTREAM_LIST128, "128", "129", "130", "131", "132",
+                             SLIPSTREAM_OUTPUTS);
+  } else {
+    SLIPSTREAM_WGMMA_COLUMNS("m64n256k16", "bf16.bf16", SLIPSTREAM_LIST128, "128", "129", "130", "131", "132",
                              SLIPSTREAM_OUTPUTS);
   }
 #undef SLIPSTREAM_OUTPUTS

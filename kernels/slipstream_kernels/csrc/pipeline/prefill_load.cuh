@@ -9,20 +9,12 @@
 
 namespace slipstream {
 
-// The maps of one launch: queries [tokens][heads][dims], keys and values [blocks x kv heads][block_size][dims]
-// (blocks cut into parts of at most 64 rows), as bytes if quantised.
-struct PrefillMaps {
-  CUtensorMap q;
-  CUtensorMap keys;
-  CUtensorMap values;
-};
-
 constexpr int kMaxPartRowsLog2 = 6;
 
 template <typename SHAPE>
 struct PrefillLoader {
-  const PrefillParams& p;
-  const PrefillMaps& maps;
+  const typename SHAPE::Params& p;
+  const typename SHAPE::Maps& maps;
   PrefillMemory<SHAPE> memory;
   PipelineState<SHAPE::kStages> key_place, value_place;
   PipelineState<SHAPE::kRawStages> raw_place;
@@ -36,6 +28,7 @@ struct PrefillLoader {
     while (index < list.size) {
       Work& work = next_work();
       if (list.find(index, work)) {
+        if constexpr (SHAPE::kIsRagged) SHAPE::widen(p, work);
         announce();
         if (work.begin_tile < work.end_tile) load(work);
       }
@@ -62,15 +55,15 @@ struct PrefillLoader {
   __device__ __forceinline__ void load(const Work& work) {
     int place = find_place<SHAPE::kHasStagedKeys>(work, work.end_tile - 1);
     load_queries(work);
-    load_keys(place);
+    load_keys(work, place);
     int next = find_place<SHAPE::kHasStagedKeys>(work, work.end_tile - 2);
     for (int tile = work.end_tile - 2; tile >= work.begin_tile; --tile) {
       const int after = find_place<SHAPE::kHasStagedKeys>(work, tile - 1);
-      load_keys(next);
-      load_values(value_place_of(work, tile + 1, place));
+      load_keys(work, next);
+      load_values(work, value_place_of(work, tile + 1, place));
       place = next, next = after;
     }
-    load_values(value_place_of(work, work.begin_tile, place));
+    load_values(work, value_place_of(work, work.begin_tile, place));
   }
 
   __device__ __forceinline__ void load_queries(const Work& work) {
@@ -78,7 +71,7 @@ struct PrefillLoader {
     if (threadIdx.x % 32 == 0) {
       arrive_expecting(memory.query_filled(), SHAPE::kQueryBytes);
       const int token = work.start + (work.first_row >> p.pack_log2);
-      for (int slab = 0; slab < SHAPE::kSlabs; ++slab) {
+      for (int slab = 0; slab < SHAPE::kQuerySlabs; ++slab) {
         copy_box(memory.queries() + slab * SHAPE::kQuerySlab, &maps.q, memory.query_filled(), 64 * slab,
                  work.head << p.pack_log2, token);
       }
@@ -101,8 +94,10 @@ struct PrefillLoader {
 
   // Block and kv head of this lane's chunk as one index of the maps (a block of more than 64 rows counts as
   // several), negative past the end of the sequence.
+  // Ragged keys lie in rows, of which this is a tile's first.
   template <bool IS_STAGED>
   __device__ __forceinline__ int find_place(const Work& work, int tile) const {
+    if constexpr (SHAPE::kIsRagged) return p.key_start_loc[work.request] + tile * SHAPE::kKeys;
     const int rows_log2 = chunk_rows_log2<IS_STAGED>();
     const int chunk = threadIdx.x % 32 % (SHAPE::kKeys >> rows_log2);
     const int key = tile * SHAPE::kKeys + (chunk << rows_log2);
@@ -117,24 +112,26 @@ struct PrefillLoader {
     return block < 0 ? -1 : ((block * p.num_kv_heads + kv_head) << parts_log2) + part;
   }
 
-  __device__ __forceinline__ void load_keys(int place) {
+  __device__ __forceinline__ void load_keys(const Work& work, int place) {
     if constexpr (SHAPE::kIsConverted) {
       load_raw(&maps.keys, p.key_scale, place);
     } else {
       const Buffer to{memory.keys(key_place.stage), memory.key_filled(key_place.stage),
                       memory.key_emptied(key_place.stage), key_place.parity};
-      copy<SHAPE::kKeySlabs, kSwizzleBytes, SHAPE::kHasStagedKeys>(&maps.keys, nullptr, place, to);
+      if constexpr (SHAPE::kIsRagged) copy_rows<SHAPE::kKeySlabs, SHAPE::kOwnKeySlabs>(&maps.keys, work.head, place, to);
+      else copy<SHAPE::kKeySlabs, kSwizzleBytes, SHAPE::kHasStagedKeys>(&maps.keys, nullptr, place, to);
       key_place.advance();
     }
   }
 
-  __device__ __forceinline__ void load_values(int place) {
+  __device__ __forceinline__ void load_values(const Work& work, int place) {
     if constexpr (SHAPE::kIsConverted) {
       load_raw(&maps.values, p.value_scale, place);
     } else {
       const Buffer to{memory.values(value_place.stage), memory.value_filled(value_place.stage),
                       memory.value_emptied(value_place.stage), value_place.parity};
-      copy<SHAPE::kSlabs, kSwizzleBytes, SHAPE::kHasStagedValues>(&maps.values, nullptr, place, to);
+      if constexpr (SHAPE::kIsRagged) copy_rows<SHAPE::kSlabs, SHAPE::kSlabs>(&maps.values, work.head, place, to);
+      else copy<SHAPE::kSlabs, kSwizzleBytes, SHAPE::kHasStagedValues>(&maps.values, nullptr, place, to);
       value_place.advance();
     }
   }
@@ -170,6 +167,19 @@ struct PrefillLoader {
       const int bytes = sizeof(float) << rows_log2;
       copy_bytes(to.address + SHAPE::kScaleOffset + chunk * bytes, scales + first, to.filled, bytes);
     }
+    __syncwarp();
+  }
+
+  // Rows of one head that follow each other, a slab by each lane; the last slabs are of the part of keys that heads share.
+  template <int SLABS, int OWN_SLABS>
+  __device__ __forceinline__ void copy_rows(const CUtensorMap* map, int head, int row, const Buffer& to) const {
+    const int slab = threadIdx.x % 32;
+    wait_barrier(to.emptied, to.parity ^ 1);
+    if (slab == 0) arrive_expecting(to.filled, SLABS * SHAPE::kKeySlab);
+    __syncwarp();
+    const uint32_t place = to.address + slab * SHAPE::kKeySlab;
+    if (slab < OWN_SLABS) copy_box(place, map, to.filled, 64 * slab, head, row);
+    else if (slab < SLABS) copy_box(place, &maps.shared_keys, to.filled, 64 * (slab - OWN_SLABS), 0, row);
     __syncwarp();
   }
 };

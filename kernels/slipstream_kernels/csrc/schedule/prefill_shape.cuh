@@ -21,12 +21,23 @@ enum class PrefillKv { k16Bit = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3, kStaged = 4, 
 // Tokens of a block of staged keys or values.
 constexpr int kStagedRowsLog2 = 6;
 
+// The maps of one launch: queries [tokens][heads][dims], keys and values [blocks x kv heads][block_size][dims]
+// (blocks cut into parts of at most 64 rows), as bytes if quantised.
+struct PrefillMaps {
+  CUtensorMap q;
+  CUtensorMap keys;
+  CUtensorMap values;
+};
+
 // SLIPSTREAM_* choices as a type. Tiles are the largest whose scores, probabilities and outputs the registers hold and
 // whose two stages fit into shared memory. Measured: docs/measurements, 2026-11-21.
 // Operands lie in slabs of 64 columns (128 swizzled bytes) by all rows of a tile. A cache of another type than the
 // queries passes through a raw ring, in slabs of the same columns, and is multiplied as fp16, which holds them all.
 template <typename T, PrefillKv KV, int HEAD_DIM, bool HAS_SOFT_CAP, bool HAS_ALIBI>
 struct PrefillShape {
+  using Params = PrefillParams;
+  using Maps = PrefillMaps;
+  static constexpr bool kIsRagged = false;
   static constexpr bool kIsConverted = KV == PrefillKv::kFp8 || KV == PrefillKv::kInt8 || KV == PrefillKv::kInt4;
   static constexpr bool kHasFp8Keys = KV == PrefillKv::kFp8Keys;
   static constexpr bool kHasStagedKeys = KV == PrefillKv::kStaged;
@@ -45,12 +56,13 @@ struct PrefillShape {
   static constexpr int kThreads = 128 * (kFirstMultiplier + kWarpgroups);
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kKeys = HEAD_DIM == 128 && !kIsConverted ? 192 : 128;
-  static constexpr int kSlabs = HEAD_DIM / 64;
+  static constexpr int kSlabs = HEAD_DIM / 64;  // of values, and of outputs
+  static constexpr int kQuerySlabs = kSlabs;
   static constexpr int kKeySlabs = HEAD_DIM * static_cast<int>(sizeof(KeyOperand)) / kSwizzleBytes;
   static constexpr int kStages = 2;
   static constexpr int kQuerySlab = kRows * kSwizzleBytes;
   static constexpr int kKeySlab = kKeys * kSwizzleBytes;
-  static constexpr int kQueryBytes = kSlabs * kQuerySlab;
+  static constexpr int kQueryBytes = kQuerySlabs * kQuerySlab;
   static constexpr int kKeyBytes = kKeySlabs * kKeySlab;
   static constexpr int kValueBytes = kSlabs * kKeySlab;
   static constexpr int kConverterWarps = kIsConverted ? 4 : 0;
@@ -66,6 +78,11 @@ struct PrefillShape {
   // Else raising them would wait for ever.
   static_assert(kLoadRegisters + (kIsConverted ? kConvertRegisters : 0) + kWarpgroups * kRegisters <=
                 65536 / kThreads / 8 * 8 * (kThreads / 128));
+
+  // Of a request's first query.
+  __device__ __forceinline__ static int first_position(const Params&, const Work& work) {
+    return work.seq_len - work.query_len;
+  }
 };
 
 template <typename SHAPE>
