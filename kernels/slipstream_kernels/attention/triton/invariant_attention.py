@@ -25,6 +25,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
 )
 from slipstream_kernels.kv.triton.kv_formats import INT8, VALUE_BOOST, gather_rows, head_scale, kv_format, value_factor
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 # Parts are 512 tokens long, and twice as long after every eight: 48 of them hold 258,048 tokens.
 FIRST_PART, PARTS_PER_LENGTH = 512, 8
@@ -121,7 +122,7 @@ def _store(out_ptr, places, is_row, total, normaliser, factor, D: tl.constexpr, 
     tl.store(out_ptr + places[:, None] * D + dims[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
                                 partial_ptr, maxima_ptr, normalisers_ptr, tables_ptr, query_start_loc_ptr,
                                 seq_lens_ptr, tree_mask_ptr, positions_ptr, num_requests, slopes_ptr, sinks_ptr,
@@ -199,7 +200,7 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
         _store(out_ptr, places, is_row, total, normaliser, factor, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _merge_parts_kernel(partial_ptr, maxima_ptr, normalisers_ptr, value_scale_ptr, out_ptr, query_start_loc_ptr,
                         seq_lens_ptr, positions_ptr, num_requests, sinks_ptr,
                         GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,

@@ -17,6 +17,7 @@ from slipstream_kernels.attention.triton.attention_tiles import find_request
 from slipstream_kernels.cuda.device import refusal as hopper_refusal
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 64
@@ -67,7 +68,7 @@ def _attend(q, q_rope, token_rows, masks, prefix, values_ptr, scales_ptr, rope_p
     return acc, maximum, normaliser
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _latent_attention_kernel(
     q_ptr, values_ptr, scales_ptr, rope_ptr, values_stride, scales_stride, rope_stride, out_ptr, partial_ptr, lse_ptr,
     tables_ptr, query_start_loc_ptr, seq_lens_ptr, tree_mask_ptr, num_requests, scale, table_stride,
@@ -117,7 +118,7 @@ def _latent_attention_kernel(
         tl.store(partial_ptr + places[:, None] * BLOCK_R + features, y, mask=is_row[:, None])
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _merge_splits_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr, num_requests, HEADS: tl.constexpr,
                          NUM_SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
                          COLUMNS: tl.constexpr):  # fmt: skip

@@ -32,6 +32,7 @@ from slipstream_kernels.kv.triton.kv_formats import (
     value_factor,
 )
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 # Queries up to this length go to the split-KV kernel: decode rows, and the draft rows of speculation.
 SHORT_QUERY_LEN = 16
@@ -84,7 +85,7 @@ def _attend_span(maximum, normaliser, q, positions, slopes, key_cache_ptr, value
     return acc, maximum, normaliser
 
 
-@triton.jit
+@step_kernel
 def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
                   partial_ptr, lse_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr, slopes_ptr,
                   sinks_ptr, scale, window, soft_cap, token_stride, head_stride, table_stride,
@@ -145,7 +146,7 @@ def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_sc
         tl.store(partial, acc * (factor / safe)[:, None])
 
 
-@triton.jit
+@step_kernel
 def _merge_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr,
                   NUM_SPLITS: tl.constexpr, NUM_ROWS: tl.constexpr, MAX_QUERY_LEN: tl.constexpr,
                   GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,

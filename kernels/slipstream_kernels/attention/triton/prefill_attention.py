@@ -26,6 +26,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
 )
 from slipstream_kernels.kv.triton.kv_formats import INT8, VALUE_BOOST, head_scale, load_rows, token_scales, value_factor
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _attend(acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value
     return acc, maximum, normaliser
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
                     tables_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, slopes_ptr, sinks_ptr,
                     scale, window, soft_cap, token_stride, head_stride, table_stride,

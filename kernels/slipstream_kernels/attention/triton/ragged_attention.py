@@ -11,6 +11,7 @@ import triton.language as tl
 from slipstream_kernels.attention.ragged_call import RaggedCall
 from slipstream_kernels.attention.triton.attention_tiles import find_request
 from slipstream_kernels.triton.interpreter import dot, padded_width
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _attend(acc, maximum, normaliser, q, q_rope, last_keys, k_ptr, k_rope_ptr, v
     return acc, maximum, normaliser
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _ragged_attention_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr, out_ptr, lse_ptr, query_start_loc_ptr, key_start_loc_ptr, key_lens_ptr,
     num_requests, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride, k_rope_stride, v_token_stride,

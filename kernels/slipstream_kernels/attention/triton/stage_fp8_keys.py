@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.triton.interpreter import to_e4m3
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
-@triton.jit
+@step_kernel
 def _stage_fp8_keys_kernel(
     key_ptr, value_ptr, tables_ptr, seq_lens_ptr, mean_ptr, keys_ptr, values_ptr, table_stride, blocks_of_request,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,

@@ -9,9 +9,10 @@ import triton.language as tl
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.triton.int4_tile import BLOCK_N, MAX_ROWS, MIN_ROWS, block_k, factor_type, multiply_tile
 from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
-@triton.jit
+@step_kernel
 def _int4_mm_kernel(
     x_ptr,
     x_scales_ptr,

@@ -9,12 +9,13 @@ import triton.language as tl
 from slipstream_kernels.gemm.triton import scaled_mm
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.triton.interpreter import INTERPRETING, dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 BLOCK_N, BLOCK_K = 64, 128
 MIN_ROWS, MAX_ROWS = 16, 64
 
 
-@triton.jit
+@step_kernel
 def _int8_mm_kernel(
     x_ptr,
     x_scales_ptr,

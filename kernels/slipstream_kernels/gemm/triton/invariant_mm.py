@@ -16,6 +16,7 @@ import triton.language as tl
 
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot_onto
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 SPAN = 1024  # input features of a part
 MAX_PARTIAL_BYTES = 64 << 20
@@ -52,7 +53,7 @@ def _finished(total, features, feature_mask, scales_ptr, bias_ptr, HAS_SCALES: t
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@step_kernel
 def _invariant_mm_kernel(
     x_ptr,
     weight_ptr,
@@ -115,7 +116,7 @@ def _invariant_mm_kernel(
         tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@step_kernel
 def _add_parts_kernel(
     partial_ptr, scales_ptr, bias_ptr, out_ptr, num_tokens, out_features,
     NUM_PARTS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,

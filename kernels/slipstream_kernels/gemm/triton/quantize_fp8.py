@@ -9,6 +9,7 @@ import triton.language as tl
 from slipstream_kernels.fp8 import E4M3_MAX, MAX_SUMMED_ROWS, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 _MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
@@ -66,7 +67,7 @@ def store_rows(
         tl.store(sums_ptr + groups * _MAX_SUMMED_ROWS + row, tl.sum(runs, axis=1), mask=groups < SIZE // SUM_COLUMNS)
 
 
-@triton.jit
+@step_kernel
 def _quantize_fp8_kernel(
     x_ptr,
     values_ptr,

@@ -16,6 +16,7 @@ from slipstream_kernels.fp8 import BLOCK, Fp8Rows
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 MIN_STEPS = 4  # blocks of 128 columns below which a program is not worth its start
 MAX_SPLITS = 8
@@ -44,7 +45,7 @@ TILES = {
 MIN_ROWS, MAX_ROWS = 16, 64
 
 
-@triton.jit
+@step_kernel
 def _scaled_mm_kernel(
     x_ptr,
     x_scales_ptr,

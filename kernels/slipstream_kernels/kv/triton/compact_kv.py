@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.triton.step_kernel import step_kernel
+
 _NUM_WARPS = 1  # a row is at most some hundred bytes
 
 
@@ -38,7 +40,7 @@ def compact_kv(
     )
 
 
-@triton.jit
+@step_kernel
 def _move_kernel(
     addresses,
     sources,

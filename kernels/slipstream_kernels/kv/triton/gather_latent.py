@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
 from slipstream_kernels.latent_cache import LatentCache
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@step_kernel
 def _gather_latent_kernel(
     values_ptr, scales_ptr, rope_ptr, values_stride, scales_stride, rope_stride, tables_ptr, first_ptr, lens_ptr,
     starts_ptr, out_ptr, num_requests, table_stride,

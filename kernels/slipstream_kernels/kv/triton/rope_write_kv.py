@@ -15,6 +15,7 @@ from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.rotation import HeadNorms, Rope
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 # Elements per program: enough bytes in flight, but several programs per SM. Two warps amortise addresses and angles
 # over more elements per thread; four warps have the lower latency for few tokens.
@@ -114,7 +115,7 @@ def _append(x, cache_ptr, scale_ptr, rows, heads, is_head,
             tl.store(cache_ptr + (rows * (HEAD_DIM // 2))[:, None] + columns[None, :], bytes_, mask=mask)
 
 
-@triton.jit
+@step_kernel
 def _rope_write_kv_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, positions_ptr, slot_mapping_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr,
     key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,

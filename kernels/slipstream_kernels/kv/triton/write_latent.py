@@ -16,6 +16,7 @@ from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache
 from slipstream_kernels.rotation import Rope
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 TILE_ELEMENTS = 1024  # features of query heads per program
 LEAST = tl.constexpr(SMALLEST_ABSMAX)
@@ -42,7 +43,7 @@ def _rotated(x_ptr, y_ptr, offsets, y_offsets, angles_ptr, is_row, HALF: tl.cons
 
 
 # A step's prompts are views from any token on: no kernel of its own for where they begin.
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
+@step_kernel
 def _write_latent_kernel(
     q_ptr, q_out_ptr, latent_ptr, norm_ptr, positions_ptr, slot_mapping_ptr, cos_sin_ptr, values_ptr, scales_ptr,
     rope_ptr, q_token_stride, q_head_stride, out_token_stride, out_head_stride, latent_stride, values_stride,

@@ -14,6 +14,7 @@ from slipstream_kernels.lora.lora_expand import MAX_PARTS
 from slipstream_kernels.lora.tiles import AdapterTiles
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot_onto, padded_width
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 MAX_RANKS = 64  # that a program holds at once
 BLOCK_COLUMNS, WIDE_BLOCK_COLUMNS = 128, 256
@@ -21,7 +22,7 @@ WIDE = 16384  # columns of a product from which on wide blocks are as many as an
 ALIGNMENT = 16  # columns: of wide loads
 
 
-@triton.jit
+@step_kernel
 def _lora_expand_kernel(
     y_ptr,
     inner_ptr,

@@ -9,6 +9,7 @@ import triton.language as tl
 from slipstream_kernels.lora.tiles import AdapterTiles
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot_onto, padded_width
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 MAX_RANKS = 64  # of a program: more take more programs
 TILE_ELEMENTS = 8192  # of A that a program holds at once
@@ -17,7 +18,7 @@ NUM_PROGRAMS = 512  # enough to keep every SM loading
 MIN_FEATURES = 512  # of a partial sum: fewer cost more to add up than they save
 
 
-@triton.jit
+@step_kernel
 def _lora_shrink_kernel(
     x_ptr,
     a_ptr,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import E4M3
@@ -14,11 +13,12 @@ from slipstream_kernels.gemm.int4_layout import groups_per_block
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 TILE, BLOCK = tl.constexpr(16), tl.constexpr(128)  # int4_layout.py
 
 
-@triton.jit
+@step_kernel
 def _dequantise_w4a16_kernel(
     qweight_ptr,
     scales_ptr,

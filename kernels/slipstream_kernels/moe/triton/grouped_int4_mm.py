@@ -12,9 +12,10 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.triton.expert_tiles import find_tile
 from slipstream_kernels.norm.silu_mul import silu_mul
 from slipstream_kernels.routing import Routing
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # it changes from step to step, and what it divides is no matter
+@step_kernel
 def _grouped_int4_mm_kernel(
     x_ptr,
     x_scales_ptr,

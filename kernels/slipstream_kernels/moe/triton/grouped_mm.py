@@ -19,6 +19,7 @@ from slipstream_kernels.norm.triton.silu_mul import silu
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
     return first + place % group, place // group
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # it changes from step to step, and what it divides is no matter
+@step_kernel
 def _grouped_mm_kernel(
     x_ptr,
     x_scales_ptr,

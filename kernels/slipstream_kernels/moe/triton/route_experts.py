@@ -13,6 +13,7 @@ import triton.language as tl
 
 from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingRule, empty_routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 SORT_BLOCK = 1024
 LARGEST, LEAST = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAST_TOTAL)
@@ -120,7 +121,7 @@ def _total(
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@step_kernel
 def _route_experts_kernel(
     logits_ptr,
     bias_ptr,
@@ -181,7 +182,7 @@ def _route_experts_kernel(
         tl.store(tokens_ptr + rows, tokens, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@step_kernel
 def _choose_experts_kernel(
     logits_ptr,
     bias_ptr,
@@ -230,7 +231,7 @@ def _choose_experts_kernel(
         ranks = others
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@step_kernel
 def _sort_experts_kernel(
     experts_ptr,
     rows_ptr,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.gemm.triton.quantize_fp8 import activation_sums_of, store_rows, tile_columns, tile_constants
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
-@triton.jit
+@step_kernel
 def _rms_norm_fp8_kernel(
     x_ptr,
     residual_ptr,

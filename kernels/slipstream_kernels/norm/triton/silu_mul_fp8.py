@@ -16,9 +16,10 @@ from slipstream_kernels.gemm.triton.quantize_fp8 import (
 )
 from slipstream_kernels.norm.triton.silu_mul import silu
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
-@triton.jit
+@step_kernel
 def _silu_mul_fp8_kernel(
     x_ptr,
     values_ptr,

@@ -23,6 +23,7 @@ from slipstream_kernels.sample.triton.token_groups import (
     unordered,
 )
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 # The best tokens are selected one by one; beyond this number torch.topk is as fast.
 MAX_K = 128
@@ -63,7 +64,7 @@ def _best_groups(keys, maximum, slots_ptr, K: tl.constexpr, CAPACITY: tl.constex
     return listed(kept | tied, indices, slots_ptr, count + tl.sum(tied.to(tl.int32), axis=0), CAPACITY)
 
 
-@triton.jit
+@step_kernel
 def _logprob_row_kernel(
     logits_ptr, chosen_ptr, maxima_ptr, sums_ptr, num_better_ptr, group_maxima_ptr, slots_ptr, log_normaliser_ptr,
     logprob_ptr, rank_ptr, values_ptr, token_ids_ptr, row_stride, vocab_size,

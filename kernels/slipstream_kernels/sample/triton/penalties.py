@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.triton.step_kernel import step_kernel
+
 BLOCK = 1024
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
-@triton.jit
+@step_kernel
 def _count_kernel(
     token_ids_ptr, prompt_lens_ptr, num_tokens_ptr, counts_ptr, row_stride, vocab_size, BLOCK: tl.constexpr
 ):
@@ -46,7 +48,7 @@ def _penalise_kernel(
     tl.store(logits_ptr + row * vocab_size + columns, x, mask=mask)
 
 
-@triton.jit
+@step_kernel
 def _bias_kernel(logits_ptr, rows_ptr, token_ids_ptr, values_ptr, vocab_size, num_biases, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_biases

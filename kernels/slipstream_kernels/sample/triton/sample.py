@@ -33,6 +33,7 @@ from slipstream_kernels.sample.triton.token_groups import (
     unordered,
 )
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 # Capacities of pass two per filtered row: tokens of the selected groups, and tokens from the floor up.  MOST groups are
 # selected so that the latter are about 1,600 for any vocabulary size.
@@ -59,7 +60,7 @@ def _load_filters(row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr,
     return top_k, top_p, min_p
 
 
-@triton.jit
+@step_kernel
 def _chunk_kernel(
     logits_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,
@@ -172,7 +173,7 @@ def _choose_slowly(logits_row, maximum, inverse_t, top_k, top_p, min_p, seed, po
     return first_of_least(best, best_ids, vocab_size)
 
 
-@triton.jit
+@step_kernel
 def _choose_kernel(
     logits_ptr, out_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr, scratch_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from slipstream_kernels.spec.accept_drafts import MAX_ROWS, AcceptedRows
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 _NUM_WARPS = 4  # 64 x 64 comparisons
 
@@ -42,7 +42,7 @@ def accept_drafts(
     )
 
 
-@triton.jit
+@step_kernel
 def _accept_kernel(token_ids_ptr, next_ids_ptr, starts_ptr, num_drafts_ptr, slots_ptr, masks_ptr, marks_ptr, scores_ptr,
                    paths_ptr, counts_ptr, last_ptr, sources_ptr, targets_ptr, num_words,
                    HAS_TREE: tl.constexpr, HAS_MARKS: tl.constexpr, HAS_SCORES: tl.constexpr,

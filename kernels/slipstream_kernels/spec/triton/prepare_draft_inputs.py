@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.spec.prepare_draft_inputs import LevelRows
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
 def prepare_draft_inputs(
@@ -43,7 +44,7 @@ def prepare_draft_inputs(
     return found
 
 
-@triton.jit
+@step_kernel
 def _level_kernel(positions_ptr, last_ptr, seq_lens_ptr, tables_ptr, deep_ptr, slots_ptr, ends_ptr, table_stride,
                   table_width, first, num_rows, rows_per_level, block_size, num_positions,
                   ROWS: tl.constexpr):  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows
+from slipstream_kernels.triton.step_kernel import step_kernel
 
 
 def update_step_inputs(
@@ -43,7 +44,7 @@ def update_step_inputs(
     )
 
 
-@triton.jit
+@step_kernel
 def _advance_kernel(token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr, tables_ptr, masks_ptr, next_ids_ptr,
                     last_ptr, drafts_ptr, words_ptr, depths_ptr, table_stride, table_width, draft_stride, word_stride,
                     depth_stride, block_size, num_rows, HAS_TREE: tl.constexpr, HAS_MASK: tl.constexpr,
