@@ -24,42 +24,55 @@ MIN_CHUNK = 128
 AUTO_STEP_SECONDS = 0.025
 AUTO_RATIO = 3.0
 # Steps are longer where many prompts wait, whose time to the first token then depends on how many tokens a second are
-# computed: of 128 prompts that came at once, 25 ms for each step cost 13 % of them.
-PROMPTS_OF_A_STEP, MOST_STEPS = 8, 4
-_NUM_RATES = 7  # steps whose median counts: one that compiles or waits for the host changes nothing
+# computed, but short enough for streams that want a token every 50 ms (docs/measurements/serving.md).
+PROMPTS_OF_A_STEP, MOST_STEPS = 8, 1.75
+_NUM_STEPS = 15  # with prompts, that count: a few that compile or wait for the host change nothing
+_ENOUGH = 2 / 3  # of them agree that no more tokens fit
 _NUM_QUIET = 15
 
 
 class StepPace:
     """How many weighed tokens of prompts make a step with decodes as long as it may be, by the last steps' times.
 
-    max_step_s: 0: AUTO_STEP_SECONDS or AUTO_RATIO quiet steps, whichever is more; as many times that as
-    PROMPTS_OF_A_STEP prompts wait, up to MOST_STEPS times.
+    A step's time grows slowly while its few rows wait for the weights, then with every token. So a measured step says
+    only what surely fits: if it took less than it may, more tokens in proportion to its whole time; if it took longer,
+    fewer in proportion to what they added. What most steps say less than is taken.
+
+    max_step_s: 0: AUTO_STEP_SECONDS, longer by one for every PROMPTS_OF_A_STEP prompts that wait, up to MOST_STEPS of
+    them; or AUTO_RATIO quiet steps, if that is more.
     """
 
     def __init__(self, max_step_s: float = 0.0) -> None:
         self._max_step_s = max_step_s
         self._quiet: deque[float] = deque(maxlen=_NUM_QUIET)  # seconds of steps without prompts
-        self._rates: deque[float] = deque(maxlen=_NUM_RATES)  # seconds of a weighed token
-        self._quiet_s = self._rate = 0.0  # their medians
+        self._quiet_s = 0.0  # their median
+        # Weight and seconds of steps with prompts, and of the latter what decodes were a part of.
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_NUM_STEPS)
 
     def most_tokens(self, num_waiting: int) -> float:
         """Without a context; inf until a step with a prompt was measured."""
-        if not self._rates:
+        if not self._steps:
             return math.inf
         backlog = min(max(num_waiting / PROMPTS_OF_A_STEP, 1.0), MOST_STEPS)
-        target = self._max_step_s or max(AUTO_STEP_SECONDS, AUTO_RATIO * self._quiet_s) * backlog
-        return max(0.0, target - self._quiet_s) / self._rate
+        target = self._max_step_s or max(AUTO_STEP_SECONDS * backlog, AUTO_RATIO * self._quiet_s)
+        fitting = sorted(self._fitting(target, *step) for step in self._steps)
+        return fitting[math.ceil(_ENOUGH * len(fitting)) - 1]
+
+    def _fitting(self, target: float, weight: float, seconds: float, quiet_s: float) -> float:
+        """Tokens that fit beside today's decodes, as one step shows it."""
+        added = max(seconds - quiet_s, 0.01 * seconds, 1e-9)
+        room = max(target - self._quiet_s, 0.0)
+        if added + self._quiet_s >= target:
+            return weight * room / added
+        return weight * target / (added + self._quiet_s) if quiet_s else weight * room / added
 
     def note(self, weight: float, has_decodes: bool, seconds: float) -> None:
         """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them."""
         if not weight:
             self._quiet.append(seconds)
             self._quiet_s = median(self._quiet)
-        elif weight >= MIN_CHUNK or not self._rates:  # fewer take as long as their launches
-            excess = seconds - self._quiet_s if has_decodes else seconds
-            self._rates.append(max(excess, 0.01 * seconds, 1e-9) / weight)
-            self._rate = median(self._rates)
+        elif weight >= MIN_CHUNK or not self._steps:  # fewer take as long as their launches
+            self._steps.append((weight, seconds, self._quiet_s if has_decodes else 0.0))
 
 
 class PrefillBudget:
