@@ -65,7 +65,7 @@ def write_repository(folder: Path, model: Path, arguments: argparse.Namespace) -
     parameters: dict[str, object] = {
         "model": model,
         "load_format": "dummy",
-        "enable_prefix_caching": "false",
+        "enable_prefix_caching": str(arguments.prefix_caching).lower(),
         "max_model_len": min(arguments.max_model_len, SHAPES[arguments.shape].max_len),
         "max_num_seqs": arguments.max_num_seqs,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,

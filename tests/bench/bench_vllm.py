@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from adapters import names_of, write_adapter  # noqa: E402
 from measures import Prompt, emit, parser_of, run  # noqa: E402
-from shapes import SHAPES, LatentShape  # noqa: E402
+from shapes import SHAPES, LatentShape, Shape  # noqa: E402
 
 # without these vLLM looks for a network that a benchmark machine may not have
 ENVIRONMENT = {
@@ -66,38 +66,44 @@ FORMATS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 }
 
 
+def engine_options(arguments: argparse.Namespace, shape: Shape, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of LLM and AsyncEngineArgs; writes the model's config.json into the folder."""
+    stored, options = FORMATS[arguments.format]
+    if not isinstance(shape, LatentShape):  # for latent attention it chooses FLASH_ATTN_MLA itself
+        options = {**options, "attention_config": {"backend": "FLASH_ATTN"}}
+    if arguments.adapters:
+        slots = {"max_loras": max(arguments.adapters), "max_lora_rank": arguments.adapter_rank}
+        options = {**options, "enable_lora": True, **slots}
+    config = {**shape.config(), **({"quantization_config": stored} if stored else {})}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": min(arguments.max_model_len, shape.max_len),
+        "max_num_seqs": arguments.max_num_seqs,
+        "gpu_memory_utilization": 0.9,
+        "enable_prefix_caching": arguments.prefix_caching,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "generation_config": "vllm",
+        "seed": 0,
+        "disable_log_stats": True,
+        "worker_extension_cls": "vllm_dummy_fill.Fill",
+        "compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES},
+        **options,
+    }
+
+
 class VllmBench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM
 
         self.shape = SHAPES[arguments.shape]
         self.temperature = arguments.temperature
-        stored, options = FORMATS[arguments.format]
-        if not isinstance(self.shape, LatentShape):  # for latent attention it chooses FLASH_ATTN_MLA itself
-            options = {**options, "attention_config": {"backend": "FLASH_ATTN"}}
-        if arguments.adapters:
-            slots = {"max_loras": max(arguments.adapters), "max_lora_rank": arguments.adapter_rank}
-            options = {**options, "enable_lora": True, **slots}
-        config = {**self.shape.config(), **({"quantization_config": stored} if stored else {})}
-        (folder / "config.json").write_text(json.dumps(config))
-        self.max_model_len = min(arguments.max_model_len, self.shape.max_len)
-        self._llm = LLM(
-            model=str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=self.max_model_len,
-            max_num_seqs=arguments.max_num_seqs,
-            gpu_memory_utilization=0.9,
-            enable_prefix_caching=arguments.prefix_caching,
-            kv_cache_dtype=arguments.kv_cache_dtype,
-            generation_config="vllm",
-            seed=0,
-            disable_log_stats=True,
-            worker_extension_cls="vllm_dummy_fill.Fill",
-            compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
-            **options,
-        )
+        options = engine_options(arguments, self.shape, folder)
+        self.max_model_len = options["max_model_len"]
+        self._llm = LLM(**options)
         self.num_adapters = 0
         self._adapters = []
         if arguments.adapters:

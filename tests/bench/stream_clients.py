@@ -77,7 +77,7 @@ def serve(grpc_url: str, pipe: Connection) -> None:
         pipe.send("ready")
         while (work := pipe.recv()) is not None:
             prompts, num_output, concurrency = work
-            requests = [_inputs(triton, prompt, num_output) for prompt in prompts]
+            requests = [inputs_of(triton, prompt, num_output) for prompt in prompts]
             outputs = [triton.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
             counter.expect(len(prompts), concurrency)
             pipe.send("made")
@@ -129,7 +129,8 @@ class _Counter:
         return self._error or self._num_tokens
 
 
-def _inputs(triton: Any, prompt: Prompt, num_output: int) -> list[Any]:
+def inputs_of(triton: Any, prompt: Prompt, num_output: int) -> list[Any]:
+    """Of a request for so many tokens, greedy and streamed."""
     import numpy as np
 
     values = {

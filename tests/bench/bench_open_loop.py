@@ -1,0 +1,228 @@
+"""Goodput under an open-loop load (open_loop.py): Slipstream through tritonserver, or vLLM, on one GPU.
+
+    python tests/bench/bench_open_loop.py --loads 8,16,24:2048,16:0:0.5 --out ours.jsonl
+    python tests/bench/bench_open_loop.py --engine vllm --loads 8,16,24:2048,16:0:0.5 --out vllm.jsonl
+
+A load is RATE[:SHARED PREFIX[:RATE OF 8K PROMPTS]]; rates are requests a second. Slipstream's clients are tritonclient
+processes with gRPC streams, and every token has its text. vLLM runs as its own server does, AsyncLLM with the engine in
+another process, but without HTTP and without text. Prefix caching is on in both; all else is each engine's default but
+for the options here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests/bench"
+sys.path[:0] = [str(HERE), str(ROOT / "tests/support")]
+
+from measures import emit, parser_of  # noqa: E402
+from open_loop import Arrival, Load, Timeline, draw_arrivals, summarise  # noqa: E402
+from shapes import SHAPES  # noqa: E402
+
+Play = Callable[[Sequence[Arrival]], list[Timeline]]
+AHEAD_S = 0.5  # a load begins so much after all clients have its requests
+TIMEOUT_S = 300.0
+WARM_UP, WARM_UP_S = Load(8.0), 5.0
+
+
+# ------------------------------------------------------------------------------------------- through tritonserver
+
+
+def play_streams(grpc_url: str, pipe: Connection) -> None:
+    """A client process: arrivals in, then the clock's reading at which the load begins; timelines out."""
+    import tritonclient.grpc as triton
+    from stream_clients import MODEL, inputs_of
+
+    with triton.InferenceServerClient(grpc_url) as client:
+        recorder = _Recorder()
+        client.start_stream(recorder)
+        pipe.send("ready")
+        while (arrivals := pipe.recv()) is not None:
+            requests = [inputs_of(triton, one.prompt, one.num_output) for one in arrivals]
+            outputs = [triton.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
+            pipe.send("made")
+            recorder.begin(len(arrivals), pipe.recv())
+            for index, (arrival, inputs) in enumerate(zip(arrivals, requests)):
+                recorder.sleep_until(arrival.at_s)
+                client.async_stream_infer(
+                    MODEL, inputs, outputs=outputs, request_id=str(index), enable_empty_final_response=True
+                )
+            pipe.send(recorder.wait())
+
+
+class _Recorder:
+    """The stream's callback: when each response came."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._begin, self._num_open, self._error = 0.0, 0, ""
+        self._timelines: list[Timeline] = []
+
+    def begin(self, num_requests: int, begin: float) -> None:
+        self._begin, self._num_open, self._error = begin, num_requests, ""
+        self._timelines = []
+        self._done.clear()
+        if num_requests == 0:
+            self._done.set()
+
+    def sleep_until(self, at_s: float) -> None:
+        """And note that the next request is sent then."""
+        time.sleep(max(0.0, self._begin + at_s - time.monotonic()))
+        self._timelines.append(Timeline(time.monotonic() - self._begin))
+
+    def __call__(self, result: Any, error: Any) -> None:
+        now = time.monotonic() - self._begin
+        if error is not None:
+            self._error = str(error)
+            self._done.set()
+            return
+        response = result.get_response()
+        if response.outputs:
+            count = int(result.as_numpy("num_output_tokens").reshape(-1)[0])
+            self._timelines[int(response.id)].responses.append((now, count))
+        if response.parameters["triton_final_response"].bool_param:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._done.set()
+
+    def wait(self) -> list[Timeline] | str:
+        if not self._done.wait(TIMEOUT_S):
+            return f"{self._num_open} requests unfinished after {TIMEOUT_S:.0f} s"
+        return self._error or self._timelines
+
+
+@contextmanager
+def triton_player(arguments: argparse.Namespace) -> Iterator[Play]:
+    """Raises SystemExit without a server."""
+    from bench_triton import write_model, write_repository
+    from llm_server import backends_dir, missing_server
+    from triton_server import TritonServer
+
+    backends = backends_dir()
+    if backends is None or missing_server():
+        raise SystemExit(missing_server())
+    with tempfile.TemporaryDirectory() as name:
+        model = write_model(Path(name) / "model", SHAPES[arguments.shape])
+        repository = write_repository(Path(name) / "repository", model, arguments)
+        with TritonServer(repository, backends, start_timeout_s=300) as server:
+            context = multiprocessing.get_context("spawn")
+            pipes, processes = [], []
+            for _ in range(arguments.clients):
+                ours, theirs = context.Pipe()
+                processes.append(context.Process(target=play_streams, args=(server.grpc_url, theirs), daemon=True))
+                processes[-1].start()
+                pipes.append(ours)
+            assert all(pipe.recv() == "ready" for pipe in pipes)
+            yield lambda arrivals: _play_spread(pipes, arrivals)
+            for pipe in pipes:
+                pipe.send(None)
+            for process in processes:
+                process.join(10)
+
+
+def _play_spread(pipes: Sequence[Connection], arrivals: Sequence[Arrival]) -> list[Timeline]:
+    """Every process sends each of so many requests. Raises RuntimeError with a client's error."""
+    for index, pipe in enumerate(pipes):
+        pipe.send(arrivals[index :: len(pipes)])
+    for pipe in pipes:
+        pipe.recv()
+    begin = time.monotonic() + AHEAD_S
+    for pipe in pipes:
+        pipe.send(begin)
+    timelines = [Timeline(0.0)] * len(arrivals)
+    for index, pipe in enumerate(pipes):
+        answer = pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        timelines[index :: len(pipes)] = answer
+    return timelines
+
+
+# ------------------------------------------------------------------------------------------------------------ vLLM
+
+
+@contextmanager
+def vllm_player(arguments: argparse.Namespace) -> Iterator[Play]:
+    from bench_vllm import ENVIRONMENT, engine_options
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # its engine process imports vllm_dummy_fill
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    loop = asyncio.new_event_loop()
+    with tempfile.TemporaryDirectory() as name:
+        options = engine_options(arguments, SHAPES[arguments.shape], Path(name))
+        options["max_num_batched_tokens"] = arguments.max_num_batched_tokens
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+        engine, numbers = loop.run_until_complete(start()), iter(range(1 << 30))
+
+        async def ask(arrival: Arrival, begin: float) -> Timeline:
+            await asyncio.sleep(max(0.0, begin + arrival.at_s - time.monotonic()))
+            timeline = Timeline(time.monotonic() - begin)
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=arrival.num_output,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": arrival.prompt}
+            async for output in engine.generate(prompt, params, str(next(numbers))):
+                if count := len(output.outputs[0].token_ids):
+                    timeline.responses.append((time.monotonic() - begin, count))
+            return timeline
+
+        async def play(arrivals: Sequence[Arrival]) -> list[Timeline]:
+            begin = time.monotonic() + AHEAD_S
+            return list(await asyncio.gather(*(ask(one, begin) for one in arrivals)))
+
+        yield lambda arrivals: loop.run_until_complete(play(arrivals))
+        engine.shutdown()
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--engine", choices=("slipstream", "vllm"), default="slipstream")
+    parser.add_argument("--loads", default="8,16,24,32", help="RATE[:SHARED PREFIX[:RATE OF 8K PROMPTS]], with commas")
+    parser.add_argument("--seconds", type=float, default=20.0, help="in which the requests of a load arrive")
+    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    parser.add_argument("--format", default="none", help="of vLLM's weights, as bench_vllm.py names it")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--clients", type=int, default=8, help="client processes of tritonserver")
+    arguments = parser.parse_args()
+    arguments.prefix_caching = True
+    player = vllm_player if arguments.engine == "vllm" else triton_player
+    settings = {"engine": arguments.engine, "shape": arguments.shape}
+    settings["set"] = arguments.set if arguments.engine != "vllm" else [arguments.format, arguments.kv_cache_dtype]
+    shape = SHAPES[arguments.shape]
+    with player(arguments) as play:
+        play(draw_arrivals(shape, WARM_UP, WARM_UP_S, seed=-1))
+        for load in map(Load.parse, arguments.loads.split(",")):
+            arrivals = draw_arrivals(shape, load, arguments.seconds)
+            emit({**settings, **summarise(load, arrivals, play(arrivals), arguments.seconds)}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
