@@ -4,7 +4,8 @@
     .venv/bin/python build/make_wheel.py --kernels none                       # in seconds: kernels as sources only
     .venv/bin/python build/make_wheel.py --kernels sm90_sample.cu,sm90_decode_attention.cu     # the libraries of these
 
-All kernels take nvcc 20 minutes of one core, once: they are kept in the user's cache folder.  No GPU is needed.
+All kernels take nvcc 20 minutes of one core, once: they are kept in the user's cache folder, as are CUTLASS's headers,
+which are downloaded once.  No GPU is needed.
 
 Its platform tag is that of this machine (linux_x86_64): the backend needs a glibc and libstdc++ as new as those here.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from compile_backend import LIBRARY, compile_backend
 from page_libraries import add_page_libraries
-from slipstream_kernels.cuda import prebuilt
+from slipstream_kernels.cuda import cutlass, prebuilt
 
 ROOT = Path(__file__).resolve().parent.parent
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -48,6 +49,8 @@ def make_wheel(out: Path, compiled: Path, kernels: str) -> Path:
         shutil.copy2(library, native / LIBRARY)
         if kernels != "none":
             sources = () if kernels == "all" else kernels.split(",")
+            if not sources:
+                cutlass.fetch()
             prebuilt.write(tree / "kernels/slipstream_kernels/prebuilt", sources)
         platform = f"--config-settings=--build-option=--plat-name={sysconfig.get_platform()}"
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", platform, "-w", str(made), str(tree)]

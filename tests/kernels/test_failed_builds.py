@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import decode_attention, latent_attention, prefill_attention, verify_attention
 from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.attention.latent_call import LatentCall
+from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import KernelBuildError
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import choose as dense
@@ -225,3 +227,11 @@ def test_what_is_chosen_for_good_is_built_first(
 
     monkeypatch.setattr(module, "build_refusal", build_refusal)
     assert refusal() == f"{tried[0]} cannot be built"
+
+
+def test_headers_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cutlass, "find_headers", lambda: None)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(KernelBuildError, match=r"(?s)pip says .*nvidia-cutlass.*; run `python -m .*or name a checkout"):
+        cutlass.fetch()

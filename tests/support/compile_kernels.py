@@ -74,7 +74,7 @@ def hash_of(index: int, target: int) -> str:
 
 def compile_kernel(index: int, target: int = 90) -> Compiled:
     warnings.simplefilter("ignore")
-    triton.knobs.compilation.disable_line_info = True  # a cubin's size would depend on where in its file a kernel stands
+    triton.knobs.compilation.disable_line_info = True  # else a cubin's size depends on its place in the file
     source, options = _source(index, target)
     name = KERNELS[index][1]
     try:

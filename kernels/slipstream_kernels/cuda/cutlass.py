@@ -66,13 +66,17 @@ def load_all(source: str, variants: tuple[tuple[str, ...], ...]) -> tuple[ctypes
 
 
 def fetch() -> Path:
-    """Download the package with pip and unpack its headers into the cache folder. Returns their folder."""
+    """Download the package with pip and unpack its headers into the cache folder. Returns their folder.
+
+    Raises KernelBuildError if pip cannot download it."""
     folder = _unpacked()
     if find_headers() is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"{PACKAGE}=={VERSION}"]
-            subprocess.run([*pip, "--dest", scratch], check=True)
+            done = subprocess.run([*pip, "--dest", scratch], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise KernelBuildError(f"CUTLASS's headers: pip says {done.stderr.strip()}; {_advice()}")
             with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
                 members = [name for name in wheel.namelist() if name.startswith(HEADERS)]
                 wheel.extractall(scratch, members)
