@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads.mtp import MTPModule
 from slipstream.nn.latent_attention import LatentAttention
-from stored_experts import E4M3, Writer, awq, gptq, linears
+from stored_experts import E4M3, Writer, awq, fp8, gptq, linears
 from tiny_checkpoints import make_checkpoint, relative_error
 from tiny_latent_mtp import add_mtp
 
@@ -50,15 +50,25 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("deepseek-v3", tmp_path_factory.mktemp("latent"), **SIZES).path
 
 
+@pytest.fixture(scope="module")
+def lite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Queries are projected from the token itself, beside latents."""
+    sizes = {**SIZES, "q_lora_rank": None}
+    return make_checkpoint("deepseek-v2-lite", tmp_path_factory.mktemp("lite"), **sizes).path
+
+
 FORMATS: dict[str, tuple[dict[str, object], Writer, float]] = {
     "fp8-blocks": (BLOCKS, blocks, 0.15),
     "awq": (AWQ, awq(64), 1e-5),
     "gptq": (GPTQ, gptq(64, sym=True), 1e-5),
+    "gptq-act-order": ({**GPTQ, "desc_act": True}, gptq(64, sym=True, desc_act=True), 1e-5),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_stored_formats(full: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("model", ["full", "lite"])
+def test_stored_formats(request: pytest.FixtureRequest, tmp_path: Path, name: str, model: str) -> None:
+    full: Path = request.getfixturevalue(model)
     quantization, write, tolerance = FORMATS[name]
     held: Tensors = {}
     decoder = load(store(full, tmp_path / "stored", quantization, lambda tensors: held.update(write(tensors))))
@@ -69,6 +79,62 @@ def test_stored_formats(full: Path, tmp_path: Path, name: str) -> None:
         expected = held[f"model.layers.{index}.self_attn.kv_b_proj.weight"]
         torch.testing.assert_close(layer.attention.kv_b.matrix, expected, rtol=1e-5, atol=1e-6)
         assert layer.attention.kv_b._loading is None, "the stored form is given back"
+
+
+def without_kv_b(write: Writer) -> Writer:
+    """As the writer, but kv_b_proj keeps its plain numbers."""
+
+    def write_others(tensors: Tensors) -> Tensors:
+        kept = {name: tensors.pop(name) for name in list(tensors) if "kv_b_proj" in name}
+        held = write(tensors)
+        tensors.update(kept)
+        return held
+
+    return write_others
+
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+LEFT_OUT: dict[str, tuple[dict[str, object], Writer, float]] = {
+    "fp8-blocks": ({**BLOCKS, "modules_to_not_convert": ["kv_b_proj"]}, blocks, 0.15),
+    "fp8-static": ({**STATIC, "modules_to_not_convert": ["kv_b_proj"]}, fp8("tensor", static=True), 0.15),
+    "awq": ({**AWQ, "modules_to_not_convert": ["mlp.gate", "kv_b_proj"]}, awq(64), 1e-5),
+    "gptq": ({**GPTQ, "dynamic": {r"-:.*kv_b_proj": {}}}, gptq(64, sym=True), 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_an_up_projection_in_plain_numbers(full: Path, tmp_path: Path, name: str) -> None:
+    """Beside other layers in each format, which the format's own list says."""
+    quantization, write, tolerance = LEFT_OUT[name]
+    held: Tensors = {}
+
+    def write_both(tensors: Tensors) -> None:
+        held.update(without_kv_b(write)(tensors))
+
+    decoder = load(store(full, tmp_path / "stored", quantization, write_both))
+    assert decoder.spec.stored_format is not None
+    of_held = load(store(full, tmp_path / "held", {}, lambda tensors: tensors.update(held)))
+    assert rms_error(logits(decoder), logits(of_held)) < tolerance
+    before = load_file(full / "model.safetensors")
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer.attention, LatentAttention)
+        assert torch.equal(layer.attention.kv_b.matrix, before[f"model.layers.{index}.self_attn.kv_b_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [
+        (["layers.0.self_attn.kv_b_proj"], "leaves .*0.self_attn.kv_b_proj unquantised, not .*1.self_attn.kv_b_proj"),
+        (["q_a_proj"], "leaves model.layers.0.self_attn.q_a_proj unquantised, not model.layers.0.self_attn.q_b_proj"),
+        (
+            ["re:.*self_attn.(q_a|q_b|kv_a|o)_proj", "shared_experts", "re:.*mlp.(gate|up|down)_proj"],
+            "stores kv_b_proj otherwise than the rest of attention",
+        ),
+    ],
+)  # fmt: skip
+def test_up_projections_that_are_stored_in_part(full: Path, tmp_path: Path, left_out: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(store(full, tmp_path, {**BLOCKS, "modules_to_not_convert": left_out}, lambda tensors: tensors))
 
 
 @pytest.mark.parametrize("method", ["a8w8_fp8_wint4", "block_wise_fp8"])

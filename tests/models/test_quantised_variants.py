@@ -42,6 +42,14 @@ SERVED = {
     "Qwen3-30B-A3B-FP8": ("Qwen3-30B-A3B", {**BLOCK, "modules_to_not_convert": QWEN_ROUTERS}, "block_wise_fp8"),
     "Qwen3-30B-A3B-GPTQ-Int4": ("Qwen3-30B-A3B", GPTQ, "wint4"),
     "Qwen3-30B-A3B-AWQ": ("Qwen3-30B-A3B", {**AWQ, "modules_to_not_convert": ["gate"]}, "wint4"),
+    "GPTQ with modules left out": (
+        "Qwen3-30B-A3B", {**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}}, "wint4"
+    ),
+    "DeepSeek-V2-Lite AWQ": ("DeepSeek-V2-Lite", {**AWQ, "group_size": 64, "modules_to_not_convert": None}, "wint4"),
+    "DeepSeek-V3 GPTQ": ("DeepSeek-V3", {**GPTQ, "desc_act": True}, "wint4"),
+    "GLM-4.7-Flash w4a16, kv_b_proj left out": (
+        "GLM-4.7-Flash", compressed("pack-quantized", INT4, ignore=["lm_head", "re:.*kv_b_proj$"]), "wint4"
+    ),
     "Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": ("Qwen1.5-MoE-A2.7B", GPTQ, "wint4"),
     "int4 of groups of 32, as Kimi K2.5's": (
         "Qwen3-30B-A3B", compressed("pack-quantized", {**INT4, "group_size": 32}, ignore=["lm_head", "re:.*mlp.gate$"]),
@@ -82,7 +90,12 @@ REFUSED = {
     "W4AFP8": ("Qwen3-30B-A3B", {"quant_method": "w4afp8"}, "quant_method='w4afp8': not supported"),
     "GPTQ-Int8": (R1, {**GPTQ, "bits": 8}, "bits=8: must be 4"),
     "GPTQ-Int3": (R1, {**GPTQ, "bits": 3}, "bits=3: must be 4"),
-    "GPTQ with dynamic rules": ("Qwen3-30B-A3B", {**GPTQ, "dynamic": {"-:gate": {}}}, "dynamic=.*formats of their own"),
+    "GPTQ with some modules left out": (
+        "Qwen3-30B-A3B", {**GPTQ, "dynamic": {r"-:.*\.o_proj$": {}}}, "leaves .*o_proj unquantised, not"
+    ),
+    "GPTQ with dynamic rules": (
+        "Qwen3-30B-A3B", {**GPTQ, "dynamic": {"+:.*down_proj": {"bits": 8}}}, "dynamic=.*formats of their own"
+    ),
     "AWQ for GEMV": (R1, {**AWQ, "version": "gemv"}, "version='gemv': not supported; accepted: gemm"),
     "auto-round": (R1, {"quant_method": "auto-round", "bits": 4}, "quant_method='auto-round': not supported"),
     "HQQ": (R1, {"quant_method": "hqq"}, "quant_method='hqq': not supported"),

@@ -85,13 +85,24 @@ def awq(group_size: int) -> Writer:
     return write
 
 
+def _first_of_input(name: str) -> str:
+    """The first of the modules that are multiplied together with this one."""
+    for pattern, first in (
+        (r"w3$", "w1"),
+        (r"up_proj$", "gate_proj"),
+        (r"\.(k|v|q_a)_proj$|\.kv_a_proj\w+$", ".q_proj"),
+    ):
+        name = re.sub(pattern, first, name)
+    return name
+
+
 def gptq(group_size: int, sym: bool, version: int = 1, desc_act: bool = False) -> Writer:
     """desc_act: each module has an order of its own, but those that are multiplied together share it."""
 
     def write(tensors: Tensors) -> Tensors:
         held = {}
         for name in linears(tensors):
-            seed = zlib.crc32(re.sub("w3$", "w1", re.sub("[kv]_proj$", "q_proj", name)).encode())
+            seed = zlib.crc32(_first_of_input(name).encode())
             weight = tensors.pop(f"{name}.weight")
             order = torch.arange(weight.shape[1])
             if desc_act:

@@ -112,7 +112,8 @@ class LatentSpec:
 
     rank: its features, normed, from which each head's keys (nope_dim) and values (value_dim) are projected.
     rope_dim: features of a key that are rotated, and that all heads share. q_rank: features that queries are projected
-    from, normed; 0: from the token itself. Source: DeepSeek-V2, arXiv:2405.04434.
+    from, normed; 0: from the token itself. plain_kv_b: a checkpoint whose other layers are quantised stores kv_b in
+    plain numbers. Source: DeepSeek-V2, arXiv:2405.04434.
     """
 
     rank: int
@@ -120,6 +121,7 @@ class LatentSpec:
     rope_dim: int
     value_dim: int
     q_rank: int = 0
+    plain_kv_b: bool = False
 
 
 @dataclass(frozen=True)

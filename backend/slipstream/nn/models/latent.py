@@ -9,6 +9,8 @@ from dataclasses import replace
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import AttentionSpec, LatentSpec
 from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.module_lists import linear_modules
+from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Name, Names
 
@@ -24,21 +26,27 @@ LATENT_NAMES: Mapping[str, Name] = {
 
 
 def latent_parts(config: HFConfig) -> tuple[str, ...]:
-    """The linear layers of its attention."""
+    """The linear layers of its attention that a method holds: all but kv_b."""
     queries = ("q_a", "q_b") if config.has("q_lora_rank") else ("q",)
-    return (*queries, "kv_a", "kv_b", "o")
+    return (*queries, "kv_a", "o")
 
 
 def latent_spec(config: HFConfig, names: Names) -> DecoderSpec:
-    """As base_spec, with latent attention. Raises ConfigError for biases and for static scales of its inputs."""
+    """As base_spec, with latent attention. Raises ConfigError for biases, and for a kv_b_proj that is stored in a
+    format of its own or with static scales of its inputs."""
     rope_dim, nope_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     if config.boolean("attention_bias", False):
         raise config.error("attention_bias", "must be false: latent attention is served without biases")
     spec = base_spec(config.with_values(head_dim=rope_dim), latent_parts(config), names)
-    if spec.stored_format is not None and spec.stored_format.static_inputs:
-        raise config.error("quantization_config", "stores scales of inputs, which kv_b_proj is not served with")
     q_rank = config.integer("q_lora_rank") if config.has("q_lora_rank") else 0
-    latent = LatentSpec(config.integer("kv_lora_rank"), nope_dim, rope_dim, config.integer("v_head_dim"), q_rank)
+    latent = LatentSpec(
+        config.integer("kv_lora_rank"),
+        nope_dim,
+        rope_dim,
+        config.integer("v_head_dim"),
+        q_rank,
+        _has_plain_kv_b(config, names, spec),
+    )
     head_dim, is_interleaved = nope_dim + rope_dim, config.boolean("rope_interleave", True)
     scale = head_dim**-0.5 * _score_factor(config)
 
@@ -48,6 +56,18 @@ def latent_spec(config: HFConfig, names: Names) -> DecoderSpec:
         return replace(own, num_kv_heads=1, head_dim=head_dim, rope=rope, scale=scale, latent=latent)
 
     return spec.map_attention(change)
+
+
+def _has_plain_kv_b(config: HFConfig, names: Names, spec: DecoderSpec) -> bool:
+    """As LatentSpec.plain_kv_b."""
+    stored = read_stored_format(config, linear_modules(names, ("kv_b",), range(spec.num_layers)))
+    if stored is None:
+        return spec.stored_format is not None
+    if stored != spec.stored_format:
+        raise config.error("quantization_config", "stores kv_b_proj otherwise than the rest of attention")
+    if stored.static_inputs:
+        raise config.error("quantization_config", "stores scales of inputs, which kv_b_proj is not served with")
+    return False
 
 
 def _score_factor(config: HFConfig) -> float:

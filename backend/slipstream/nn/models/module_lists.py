@@ -21,12 +21,13 @@ def linear_modules(names: Names, parts: Sequence[str], layers: Iterable[int], nu
     return tuple(dict.fromkeys(tensor_name(names, part, layer) for layer in layers for part in every))
 
 
-def leaves_out(section: HFConfig, key: str, modules: Sequence[str]) -> bool:
+def leaves_out(section: HFConfig, key: str, modules: Sequence[str], entries: Sequence[str] | None = None) -> bool:
     """Whether the list under `key` leaves all of these modules unquantised; False: none of them.
 
-    Raises ConfigError if it means some of them: one method holds them all.
+    entries: of that list, where it is none of strings. Raises ConfigError if it means some of the modules: one method
+    holds them all.
     """
-    entries = section.strings(key)
+    entries = section.strings(key) if entries is None else entries
     left_out = [module for module in modules if any(matches(entry, module) for entry in entries)]
     if left_out and len(left_out) < len(modules):
         kept = next(module for module in modules if module not in left_out)

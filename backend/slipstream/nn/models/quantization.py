@@ -14,6 +14,7 @@ from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
 CHANNEL = -1  # as group_size: one group a row
+LEFT_OUT = "-:"  # before a pattern, in GPTQModel's rules
 
 
 def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
@@ -49,10 +50,10 @@ def _read_awq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
 
 def _read_gptq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     _require_four_bits(section)
-    if section.has("dynamic") and section.values["dynamic"]:
-        raise section.error("dynamic", "gives modules formats of their own; served are checkpoints of one")
     if section.boolean("is_marlin_format", False):
         raise section.error("is_marlin_format", "weights are packed for another engine's kernel; store them as gptq")
+    if leaves_out(section, "dynamic", modules, _left_out_by_rules(section)):
+        return None
     key = "checkpoint_format" if section.has("checkpoint_format") else "format"
     return StoredFormat(
         "wint4",
@@ -63,6 +64,15 @@ def _read_gptq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None
         has_zeros=not section.boolean("sym"),
         act_order=section.boolean("desc_act", False),
     )
+
+
+def _left_out_by_rules(section: HFConfig) -> tuple[str, ...]:
+    """Of GPTQModel's rules "-:pattern", which leave modules unquantised. Raises ConfigError for other rules."""
+    rules = section.values.get("dynamic") or {}
+    if not isinstance(rules, dict) or not all(rule.startswith(LEFT_OUT) for rule in rules):
+        reason = f"gives modules formats of their own; accepted: rules {LEFT_OUT}pattern, of modules left unquantised"
+        raise section.error("dynamic", reason)
+    return tuple(f"re:{rule.removeprefix(LEFT_OUT)}" for rule in rules)
 
 
 def _require_four_bits(section: HFConfig) -> None:
