@@ -73,9 +73,12 @@ def check_shapes(plan: Plan, model: Path) -> None:
     stored = spec.stored_format or spec.expert_format
     if stored:
         raise ValueError(f"model: {model} is quantised already, in {stored.method}")
-    if any(attention.latent is not None for attention in spec.attentions):
-        raise ValueError(f"model: {model} has latent attention, whose kv_b_proj stays as it is; quantise it at load")
-    if not all(isinstance(name, str) for name in FAMILIES.get(spec.architecture).names.values()):
+    if plan.with_kv_scales and any(attention.latent is not None for attention in spec.attentions):
+        raise ValueError("kv-scales: FP8 rows of latent attention have scales of their own, per token; leave it out")
+    family = FAMILIES.get(spec.architecture)
+    if family.prefixes:
+        raise ValueError(f"model: {spec.architecture} is stored as a part of another model: not written here")
+    if not all(isinstance(name, str) for name in family.names_of(spec).values()):
         raise ValueError(f"model: {spec.architecture} stores layers fused or transformed: not written here")
     size = (plan.group_size or CHANNEL) if grouped else 0
     methods = choose_methods(ModelConfig(quantization=plan.method, quantization_group_size=size), spec)

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.decoder import Decoder, DecoderLayer
-from slipstream.nn.experts import Experts
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import ExpertLinear, Linear
@@ -26,6 +25,7 @@ from slipstream.nn.weights import load_checkpoint
 from slipstream_kernels import ops
 from torch import Tensor
 
+from quantization.folding import kept_linears
 from quantization.forward import BLOCK_SIZE, empty_caches, window_step
 
 
@@ -84,8 +84,8 @@ def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Deco
     context = LayerContext(device, dtype, as_loaded, Unquantized() if spec.tie_word_embeddings else as_loaded)
     decoder = Decoder(spec, context, backend(spec), spec.max_model_len)
     for layer in decoder.layers:
-        if isinstance(layer.mlp, Experts):
-            layer.mlp.router.method = as_loaded  # never quantised, but changed where factors are folded
+        for linear in kept_linears(layer).values():
+            linear.method = as_loaded
     load_checkpoint(decoder, model)
     return decoder
 
@@ -121,11 +121,12 @@ class LayerWalk:
         return seen
 
     @torch.inference_mode()
-    def pass_on(self, layer: DecoderLayer, look: Callable[[LayerCache], None] = lambda cache: None) -> None:
+    def pass_on(self, layer: DecoderLayer, look: Callable[[LayerCache], None] | None = None) -> None:
         """Make the layer's outputs the next one's inputs. look: is shown the cache after each batch."""
         for batch in self.batches:
             batch.hidden, batch.residual = self._run(layer, batch)
-            look(self.cache)
+            if look is not None:
+                look(self.cache)
 
     def _run(self, layer: DecoderLayer, batch: _Batch) -> tuple[Tensor, Tensor]:
         step = self.decoder.backend.plan(window_step(batch.windows, 0, batch.windows.shape[1]))
@@ -133,9 +134,9 @@ class LayerWalk:
 
 
 def quantised_linears(layer: DecoderLayer) -> tuple[Linear, ...]:
-    """Those that a method holds: all but a router."""
-    router = layer.mlp.router if isinstance(layer.mlp, Experts) else None
-    return tuple(linear for linear in layer.linears() if linear is not router)
+    """Those that a method holds: all but a router, the gate of shared experts, and kv_b of latent attention."""
+    kept = kept_linears(layer).values()
+    return tuple(linear for linear in layer.linears() if isinstance(linear, Linear) and linear not in kept)
 
 
 @contextmanager

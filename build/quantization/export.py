@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.experts import Experts
+from slipstream.nn.latent_attention import LatentAttention
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.stored_names import Names, tensor_name
 from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, read_headers
 from torch import Tensor
 
 from quantization.calibration import quantised_linears
-from quantization.folding import rows_of
-from quantization.plan import Plan
+from quantization.folding import kept_linears, rows_of
+from quantization.plan import Kept, Plan
 from quantization.quantizer import Stored
 
 SHARD_BYTES = 4 << 30
+KV_B = "kv_b"  # of latent attention, held unquantised by every method
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -69,15 +73,15 @@ class ShardWriter:
 def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, stored: Stored) -> int:
     """Consume `stored` and write the checkpoint to `output`. Returns the bytes of all tensors."""
     output.mkdir(parents=True, exist_ok=True)
-    names = FAMILIES.get(decoder.spec.architecture).names
+    names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
     writer = ShardWriter(output)
     for part, layer, tensors in stored:
         of_attention = part == "attention"  # whose scales of keys and values are no linear's
         module = tensor_name(names, "q", layer).rpartition(".")[0] if of_attention else tensor_name(names, part, layer)
         for suffix, tensor in tensors.items():
             writer.add(f"{module}.{suffix}", tensor)
-    changed = _changed(decoder, names, plan)
-    for name, header in read_headers(checkpoint_files(model)).items():
+    changed, headers = _changed(decoder, names, plan), read_headers(checkpoint_files(model))
+    for name, header in headers.items():
         if name not in changed:
             with safe_open(header.file, framework="pt") as file:
                 writer.add(name, file.get_tensor(name))
@@ -87,7 +91,8 @@ def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, st
     for path in model.iterdir():
         if path.is_file() and path.suffix not in NOT_COPIED and path.name not in ("config.json", INDEX_FILE):
             shutil.copy(path, output / path.name)
-    config, said = json.loads((model / "config.json").read_text()), plan.config(routers(decoder, names))
+    config = json.loads((model / "config.json").read_text())
+    said = plan.config(_quantised(decoder, names), Kept(_kept(decoder, names), _layers_beyond(decoder, headers)))
     (output / "config.json").write_text(json.dumps({**config, "quantization_config": said}, indent=2) + "\n")
     return writer.total_bytes
 
@@ -98,8 +103,10 @@ def _changed(decoder: Decoder, names: Names, plan: Plan) -> dict[str, torch.Tens
     for index, layer in enumerate(decoder.layers):
         for module, norm in layer.norms():
             changed[f"{tensor_name(names, module, index)}.weight"] = norm.weight
-        if isinstance(layer.mlp, Experts):
-            changed[f"{tensor_name(names, 'router', index)}.weight"] = layer.mlp.router.weights["weight"]
+        for part, kept in kept_linears(layer).items():
+            changed[f"{tensor_name(names, part, index)}.weight"] = kept.weights["weight"]
+        if isinstance(layer.attention, LatentAttention):
+            changed[f"{tensor_name(names, KV_B, index)}.weight"] = layer.attention.kv_b.matrix
         for linear in quantised_linears(layer):
             for part, _ in linear.spec.parts:
                 module = tensor_name(names, part, index)
@@ -109,6 +116,23 @@ def _changed(decoder: Decoder, names: Names, plan: Plan) -> dict[str, torch.Tens
     return changed
 
 
-def routers(decoder: Decoder, names: Names) -> list[str]:
-    """The modules of the layers' routers, which stay unquantised."""
-    return [tensor_name(names, "router", i) for i, layer in enumerate(decoder.layers) if isinstance(layer.mlp, Experts)]
+def _quantised(decoder: Decoder, names: Names) -> list[str]:
+    """The modules of the quantised layers, without experts."""
+    linears = [(index, linear) for index, layer in enumerate(decoder.layers) for linear in quantised_linears(layer)]
+    own = [(index, linear) for index, linear in linears if not linear.spec.num_experts]
+    return [tensor_name(names, part, index) for index, linear in own for part, _ in linear.spec.parts]
+
+
+def _kept(decoder: Decoder, names: Names) -> list[str]:
+    """The modules that stay unquantised: routers, gates of shared experts, kv_b of latent attention."""
+    found = []
+    for index, layer in enumerate(decoder.layers):
+        parts = [*([KV_B] if isinstance(layer.attention, LatentAttention) else []), *kept_linears(layer)]
+        found += [tensor_name(names, part, index) for part in parts]
+    return found
+
+
+def _layers_beyond(decoder: Decoder, headers: Iterable[str]) -> list[str]:
+    """Layers of the checkpoint behind the decoder's, such as one for multi-token prediction: they are copied."""
+    found = [match for name in headers if (match := _LAYER.match(name)) and int(match[1]) >= decoder.spec.num_layers]
+    return list(dict.fromkeys(match[0].removesuffix(".") for match in found))

@@ -76,4 +76,5 @@ def window_step(windows: Tensor, start: int, end: int) -> ForwardBatch:
         num_decode_requests=num_windows if is_decode else 0,
         num_decode_tokens=num_windows * query_len if is_decode else 0,
         max_decode_query_len=query_len if is_decode else 0,
+        prompt_prefixes=() if is_decode else (start,) * num_windows,
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
 from slipstream.core.config import GROUP_SIZES
+from slipstream.nn.models.module_lists import HEAD, matches
+from slipstream.nn.models.quantization import LEFT_OUT
 from slipstream.nn.quant.choose import MIXED
 from torch import Tensor
 
@@ -17,8 +20,27 @@ FORMATS = ("compressed-tensors", "awq", "gptq")
 INT4_METHODS = ("wint4", "w4a8_fp8")
 CHANNEL = -1  # group size of one group a row, which is 0 in a plan
 GROUPS = tuple(size for size in GROUP_SIZES if size)
-# as wide as they are, since engines rename experts' products
-ATTENTION_TARGET, EXPERTS_TARGET = r"re:.*\.self_attn\..*", r"re:.*\.experts\..*"
+# as wide as they are, since engines rename merged products; transformers finds the experts' group by their name in it
+EXPERTS_TARGET = r"re:.*\.experts\..*"
+TARGETS = (r"re:.*\.self_attn\..*", r"re:.*\.mlp\.[^.]*_proj$", r"re:.*\.shared_[^.]*\..*")
+
+
+def targets_of(linears: list[str]) -> list[str]:
+    """Targets of a config group that mean these modules: of attention, dense MLPs and shared experts."""
+    return [target for target in TARGETS if any(matches(target, module) for module in linears)]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays unquantised besides lm_head. modules: linears. layers: prefixes of modules that are copied unread."""
+
+    modules: list[str]
+    layers: list[str]
+
+    @property
+    def patterns(self) -> list[str]:
+        """Regular expressions of the layers' modules."""
+        return [rf"{re.escape(layer)}\..*" for layer in self.layers]
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,11 @@ class Plan:
         )
 
     @property
+    def folds_factors(self) -> bool:
+        """Whether an algorithm scales input features."""
+        return not {"awq", "smoothquant"}.isdisjoint(self.algorithms)
+
+    @property
     def layout(self) -> str:
         """How tensors are stored: awq, gptq or a format of compressed-tensors."""
         return _SCHEMES[self.method][2] if self.format == "compressed-tensors" else self.format
@@ -97,29 +124,32 @@ class Plan:
             return int8_grid(weight, scale_dtype)
         return (fp8_grid if self.method == "fp8" else fp8_block_grid)(weight, scale_dtype)
 
-    def config(self, routers: list[str]) -> dict[str, object]:
-        """quantization_config of config.json. routers: modules of MoE layers that stay as they are."""
+    def config(self, linears: list[str], kept: Kept) -> dict[str, object]:
+        """quantization_config of config.json. linears: modules that are quantised, without experts and lm_head."""
         if self.format == "compressed-tensors":
-            return self._compressed_tensors(routers)
+            return self._compressed_tensors(linears, kept)
         common = {"quant_method": self.format, "bits": 4, "group_size": self.group_size or -1}
         if self.format == "awq":
-            return {**common, "zero_point": True, "version": "gemm", "modules_to_not_convert": routers or None}
-        sym = not self.has_zeros
-        return {**common, "sym": sym, "desc_act": False, "checkpoint_format": "gptq", "lm_head": self.with_head}
+            left_out = [*kept.modules, *kept.layers]
+            return {**common, "zero_point": True, "version": "gemm", "modules_to_not_convert": left_out or None}
+        sym, rules = not self.has_zeros, [f"{re.escape(module)}$" for module in kept.modules] + kept.patterns
+        dynamic = {"dynamic": {f"{LEFT_OUT}{rule}": {} for rule in rules}} if rules else {}
+        own = {"sym": sym, "desc_act": False, "checkpoint_format": "gptq", "lm_head": self.with_head}
+        return {**common, **own, **dynamic}
 
-    def _compressed_tensors(self, routers: list[str]) -> dict[str, object]:
-        head = ["lm_head"]
+    def _compressed_tensors(self, linears: list[str], kept: Kept) -> dict[str, object]:
         groups = {"group_0": self._group(["Linear"])} if self.method not in MIXED else {
-            "group_0": self.of_linears._group([ATTENTION_TARGET, *head] if self.with_head else [ATTENTION_TARGET]),
+            "group_0": self.of_linears._group([*targets_of(linears), *([HEAD] if self.with_head else [])]),
             "group_1": self.of_experts._group([EXPERTS_TARGET]),
         }  # fmt: skip
         scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        patterns = [f"re:{pattern}" for pattern in kept.patterns]
         return {
             "quant_method": "compressed-tensors",
             "format": "mixed-precision" if self.method in MIXED else self.layout,
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": [*routers, *([] if self.with_head else head)],
+            "ignore": [*kept.modules, *patterns, *([] if self.with_head else [HEAD])],
             "kv_cache_scheme": scheme if self.with_kv_scales else None,
         }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quantization.calibration import InputStatistics, LayerWalk, Seen, quantised_linears
-from quantization.folding import expert_of, fold, shared, weight_of
+from quantization.folding import InputGroup, expert_of, fold, input_groups, weight_of
 from quantization.gptq import round_by_feedback
 from quantization.grids import Grid
 from quantization.plan import Plan
@@ -46,14 +46,13 @@ class Quantizer:
         inputs: dict[Linear, Seen] = {}
         if self.walk is not None and self.plan.algorithms:
             inputs = self.walk.record(layer)
-            self._look_for_unseen(index, inputs)
-        for linear in reversed(linears):  # each changes rows of one before it
-            if {"awq", "smoothquant"} & set(self._plan_of(linear).algorithms):
-                inputs[linear] = self._scale(layer, linear, inputs[linear])
+            self._look_for_unseen(index, layer, inputs)
+        for group in reversed(input_groups(layer)):
+            self._scale(group, inputs)
         grids = {linear: self._round(linear, inputs.get(linear)) for linear in linears}
         ranges = _KvRanges()
         if self.walk is not None:
-            self.walk.pass_on(layer, ranges.look)
+            self.walk.pass_on(layer, ranges.look if self.plan.with_kv_scales else None)
         for linear, grid_of_part in grids.items():
             for part, grid in grid_of_part.items():
                 yield part, index, self._stored(linear, part, grid)
@@ -63,43 +62,49 @@ class Quantizer:
     def _plan_of(self, linear: Linear) -> Plan:
         return self.plan.of_experts if linear.spec.num_experts else self.plan.of_linears
 
-    def _look_for_unseen(self, index: int, inputs: dict[Linear, Seen]) -> None:
+    def _look_for_unseen(self, index: int, layer: DecoderLayer, inputs: dict[Linear, Seen]) -> None:
         """Record experts that no token chose, which are rounded without calibration."""
-        last = list(inputs.values())[-1]
+        last = inputs[layer.mlp.down]
         unseen = [str(expert) for expert, statistics in enumerate(last) if not statistics.num_tokens]
         if unseen:
             self.unseen.append(f"layer {index}: {', '.join(unseen)}")
 
-    def _scale(self, layer: DecoderLayer, linear: Linear, inputs: Seen) -> Seen:
-        """Fold AWQ's or SmoothQuant's factors into the linear and its source. Returns the new input statistics.
+    def _scale(self, group: InputGroup, inputs: dict[Linear, Seen]) -> None:
+        """Fold AWQ's or SmoothQuant's factors into a group and its source, where the plan has some for its linears.
 
-        All experts share the factors of inputs from a norm; down has factors per expert.
+        Updates the statistics of the group's inputs. All experts share the factors of inputs from a norm; down has
+        factors per expert.
         """
-        weight, dtype = linear.weights["weight"], linear.weights["weight"].dtype
-        if linear is layer.mlp.down and linear.spec.num_experts:
-            own = [self._factors(layer, linear, *pair) for pair in zip(weight, inputs)]
-            fold(self.decoder.spec, layer, linear, torch.stack(own).to(dtype))
-            return [seen.rescaled(factors) for seen, factors in zip(inputs, own)]
-        factors = self._factors(layer, linear, weight.flatten(0, -2), InputStatistics.together(inputs))
-        fold(self.decoder.spec, layer, linear, factors.to(dtype))
-        return [seen.rescaled(factors) for seen in inputs]
+        scaled = [linear for linear in group.linears if self._plan_of(linear).folds_factors]
+        if not scaled:
+            return
+        plan, weights = self._plan_of(scaled[0]), [linear.weights["weight"] for linear in scaled]
+        if group.per_expert:
+            (linear,), (weight,) = scaled, weights
+            own = [self._factors(plan, group, *pair) for pair in zip(weight, inputs[linear])]
+            fold(group, torch.stack(own).to(weight.dtype))
+            inputs[linear] = [seen.rescaled(factors) for seen, factors in zip(inputs[linear], own)]
+            return
+        rows = torch.cat([weight.flatten(0, -2) for weight in weights])
+        seen = InputStatistics.together([part for linear in scaled for part in inputs[linear]])
+        factors = self._factors(plan, group, rows, seen)
+        fold(group, factors.to(rows.dtype))
+        for linear in group.linears:
+            inputs[linear] = [part.rescaled(factors) for part in inputs[linear]]
 
-    def _factors(self, layer: DecoderLayer, linear: Linear, rows: Tensor, inputs: InputStatistics) -> Tensor:
-        """rows: [out, in], the rows of the weight with these inputs."""
-        weight, plan, spec = rows.float(), self._plan_of(linear), self.decoder.spec
+    def _factors(self, plan: Plan, group: InputGroup, rows: Tensor, inputs: InputStatistics) -> Tensor:
+        """rows: [out, in], the rows of the weights with these inputs."""
+        weight = rows.float()
         if not inputs.num_tokens:
             return torch.ones(weight.shape[1], device=weight.device)
         every = torch.arange(weight.shape[1], device=weight.device)
-
-        def common(factors: Tensor) -> Tensor:
-            return shared(spec, layer, linear, factors)
 
         def quantised(scaled: Tensor, seen: InputStatistics) -> Tensor:
             return self._grid(plan, scaled, seen).nearest(every, scaled)
 
         if "smoothquant" in plan.algorithms:
-            return common(smoothing_factors(weight, inputs, plan.smoothing))
-        return awq_factors(weight, inputs, quantised, common)
+            return group.shared(smoothing_factors(weight, inputs, plan.smoothing))
+        return awq_factors(weight, inputs, quantised, group.shared)
 
     def _round(self, linear: Linear, inputs: Seen | None) -> dict[str, Grid]:
         """Round the linear's weights to grids, one per part."""

@@ -17,13 +17,13 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.experts import Experts
 from slipstream_kernels import ops
 from stored_experts import ROUTERS, make_mixtral
+from tiny_checkpoints import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 import quantize
 from quantization import scaling
 from quantization.calibration import LayerWalk, load_recorded, quantised_linears
-from quantization.folding import fold, shared
 from quantization.text import cut_windows, read_token_ids
 
 needs_library = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors (dev)")
@@ -83,6 +83,44 @@ def test_every_method(
         norm = router.replace("block_sparse_moe.gate", "post_attention_layernorm.weight")
         seen = [tensors[f"{router}.weight"] * tensors[norm] for tensors in (stored, before)]
         torch.testing.assert_close(*seen)  # AWQ's factors are in both, and cancel
+
+
+SHARED: dict[str, dict[str, object]] = {
+    "qwen2-moe": {"shared_expert_intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [0]},
+    "glm4-moe": {"n_routed_experts": 4, "head_dim": 64},
+}
+SHARED_SIZES = {
+    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SHARED)
+def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense layer, and one with experts beside which all tokens take a shared one, of Qwen with a gate."""
+    sizes = {**SHARED_SIZES, **SHARED[request.param]}
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), **sizes).path
+
+
+@pytest.mark.parametrize(
+    ("method", "algorithm", "held", "bound"),
+    [
+        ("w8a8_int8", "smoothquant", "w8a8_int8", 0.06),
+        ("wint4", "awq", "wint4", 0.35),
+        ("a8w8_fp8_wint4", "awq,gptq", "w4a8_fp8", 0.2),
+    ],
+)
+def test_shared_experts_and_dense_layers(
+    sharing: Path, text: Path, tmp_path: Path, method: str, algorithm: str, held: str, bound: float
+) -> None:
+    made = make(sharing, text, tmp_path / "made", "--method", method, "--algorithm", algorithm)
+    decoder = load(made)
+    assert decoder.spec.stored_format is not None and decoder.spec.expert_format is not None
+    of_others = "fp8" if method == "a8w8_fp8_wint4" else held
+    assert (decoder.spec.stored_format.method, decoder.spec.expert_format.method) == (of_others, held)
+    assert 0.002 < rms_error(logits(decoder), logits(load(sharing))) < bound
+    gates = {name for name in load_file(made / "model.safetensors") if "expert_gate" in name}
+    assert all(name.endswith(".weight") for name in gates)
 
 
 def held_by_us(decoder: Decoder, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,17 +208,6 @@ def test_a_walk_records_what_each_expert_sees(full: Path, monkeypatch: pytest.Mo
             torch.testing.assert_close(statistics.gram, of_expert.t() @ of_expert, rtol=1e-3, atol=1e-3)
             assert statistics.num_tokens == end - start
     assert sum(statistics.num_tokens for statistics in seen[mlp.down]) == 3 * 32 * 2
-
-
-def test_folding_changes_nothing(full: Path) -> None:
-    decoder = load_recorded(full, torch.device("cpu"), torch.float32)
-    before = logits(decoder)
-    for layer in decoder.layers:
-        for linear in reversed(quantised_linears(layer)):
-            size = linear.spec.in_features
-            factors = torch.rand(4, size) + 0.5 if linear is layer.mlp.down else torch.rand(size) + 0.5
-            fold(decoder.spec, layer, linear, shared(decoder.spec, layer, linear, factors))
-    assert rms_error(logits(decoder), before) < 1e-5
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "awq"])
