@@ -74,7 +74,8 @@ def check_shapes(plan: Plan, model: Path) -> None:
     if stored:
         raise ValueError(f"model: {model} is quantised already, in {stored.method}")
     if plan.with_kv_scales and any(attention.latent is not None for attention in spec.attentions):
-        raise ValueError("kv-scales: FP8 rows of latent attention have scales of their own, per token; leave it out")
+        reason = "FP8 rows of latent attention have scales of their own, per token"
+        raise ValueError(f"kv-scales: {reason}; accepted: without it, served with kv_cache_dtype fp8_e4m3")
     family = FAMILIES.get(spec.architecture)
     if family.prefixes:
         raise ValueError(f"model: {spec.architecture} is stored as a part of another model: not written here")

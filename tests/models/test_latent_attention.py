@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,46 @@ def test_stored_formats(request: pytest.FixtureRequest, tmp_path: Path, name: st
         expected = held[f"model.layers.{index}.self_attn.kv_b_proj.weight"]
         torch.testing.assert_close(layer.attention.kv_b.matrix, expected, rtol=1e-5, atol=1e-6)
         assert layer.attention.kv_b._loading is None, "the stored form is given back"
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": False}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+SCHEMES: dict[str, tuple[dict[str, object], dict[str, object] | None, str, float]] = {
+    "w4a16-zeros": (INT4, None, "pack-quantized", 1e-5),
+    "fp8": (
+        {**FLOAT8, "strategy": "channel"}, {**FLOAT8, "strategy": "token", "dynamic": True}, "float-quantized", 0.15
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors (dev)")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("leaves_out_kv_b", [False, True])
+def test_written_by_compressed_tensors(full: Path, tmp_path: Path, scheme: str, leaves_out_kv_b: bool) -> None:
+    from stored_by_compressed_tensors import compress_linears
+
+    weights, inputs, form, tolerance = SCHEMES[scheme]
+    held: Tensors = {}
+
+    def write(tensors: Tensors) -> Tensors:
+        chosen = {f"{name}.weight": tensors.pop(f"{name}.weight") for name in linears(tensors)}
+        every = {"weights": weights, "input_activations": inputs, "format": form}
+        stored, numbers = compress_linears(chosen, {"Linear": every})
+        tensors.update(stored)
+        return numbers
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$", *(["re:.*kv_b_proj$"] if leaves_out_kv_b else [])],
+    }  # fmt: skip
+    write_all = without_kv_b(write) if leaves_out_kv_b else write
+    decoder = load(store(full, tmp_path / "stored", quantization, lambda tensors: held.update(write_all(tensors))))
+    of_held = load(store(full, tmp_path / "held", {}, lambda tensors: tensors.update(held)))
+    assert rms_error(logits(decoder), logits(of_held)) < tolerance
+    for ours, theirs in zip(decoder.layers, of_held.layers):
+        assert isinstance(ours.attention, LatentAttention) and isinstance(theirs.attention, LatentAttention)
+        torch.testing.assert_close(ours.attention.kv_b.matrix, theirs.attention.kv_b.matrix, rtol=1e-5, atol=1e-6)
 
 
 def without_kv_b(write: Writer) -> Writer:
