@@ -6,6 +6,8 @@ not depend on the order. Source: arXiv:2210.17323.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,15 +17,33 @@ DAMPING = 0.01  # added to the diagonal, relative to its mean
 COLUMNS = 128  # block size: errors are propagated once per block
 
 
-def round_by_feedback(weight: Tensor, gram: Tensor, num_rows: int, grid: Grid) -> Tensor:
-    """weight: [out, in] fp32. gram: [in, in], sum of x xᵀ over num_rows inputs. Returns values on the grid, [out, in].
+@dataclass(frozen=True)
+class Feedback:
+    """What the inputs say of rounding, for all weights that read them: the order of columns, and how errors spread.
 
-    With few rows, correlations between features are mostly noise, which `_trusted` reduces.
+    factor: [in, in], of the ordered columns.
+    """
+
+    order: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, gram: Tensor, num_rows: int) -> Feedback:
+        """gram: [in, in], sum of x xᵀ over num_rows inputs.
+
+        With few rows, correlations between features are mostly noise, which `_trusted` reduces.
+        """
+        order = torch.argsort(gram.diagonal(), descending=True)
+        return cls(order, _inverse_factor(_trusted(gram[order][:, order], num_rows)))
+
+
+def round_by_feedback(weight: Tensor, feedback: Feedback, grid: Grid) -> Tensor:
+    """weight: [out, in] fp32. Returns values on the grid, [out, in].
+
     The loop never indexes by a number on the device: the host would wait for it once a column.
     """
-    order = torch.argsort(gram.diagonal(), descending=True)
+    order, factor = feedback.order, feedback.factor
     work, ordered = weight[:, order].clone(), torch.empty_like(weight)
-    factor = _inverse_factor(_trusted(gram[order][:, order], num_rows))
     for start in range(0, work.shape[1], COLUMNS):
         end = min(start + COLUMNS, work.shape[1])
         errors = torch.empty(work.shape[0], end - start, device=work.device)

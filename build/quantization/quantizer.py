@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from slipstream.nn.decoder import Decoder, DecoderLayer
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from quantization.calibration import InputStatistics, LayerWalk, Seen, quantised_linears
 from quantization.folding import InputGroup, expert_of, fold, input_groups, weight_of
-from quantization.gptq import round_by_feedback
+from quantization.gptq import Feedback, round_by_feedback
 from quantization.grids import Grid
 from quantization.plan import Plan
 from quantization.scaling import awq_factors, smoothing_factors
@@ -107,17 +108,19 @@ class Quantizer:
         return awq_factors(weight, inputs, quantised, group.shared)
 
     def _round(self, linear: Linear, inputs: Seen | None) -> dict[str, Grid]:
-        """Round the linear's weights to grids, one per part."""
+        """Round the linear's weights to grids, one per part. Parts of one input share what GPTQ needs of it."""
         grids, plan = {}, self._plan_of(linear)
-        for part, _ in linear.spec.parts:
-            rows = weight_of(linear, part)
-            weight, seen = rows.float(), None if inputs is None else inputs[expert_of(part)]
-            grids[part] = self._grid(plan, weight, seen)
+        for expert, parts in groupby((part for part, _ in linear.spec.parts), expert_of):
+            seen, feedback = None if inputs is None else inputs[expert], None
             if seen is not None and seen.num_tokens and "gptq" in plan.algorithms:
-                held = round_by_feedback(weight, seen.gram, seen.num_tokens, grids[part])
-            else:
-                held = grids[part].nearest(torch.arange(weight.shape[1], device=weight.device), weight)
-            rows.copy_(held)
+                feedback = Feedback.of(seen.gram, seen.num_tokens)
+            for part in parts:
+                rows = weight_of(linear, part)
+                weight = rows.float()
+                grid = grids[part] = self._grid(plan, weight, seen)
+                every = torch.arange(weight.shape[1], device=weight.device)
+                held = round_by_feedback(weight, feedback, grid) if feedback else grid.nearest(every, weight)
+                rows.copy_(held)
         return grids
 
     def _grid(self, plan: Plan, weight: Tensor, inputs: InputStatistics | None) -> Grid:

@@ -23,7 +23,7 @@ import evaluate
 import quantize
 from quantization.calibration import LayerWalk, load_recorded
 from quantization.export import ShardWriter
-from quantization.gptq import round_by_feedback
+from quantization.gptq import Feedback, round_by_feedback
 from quantization.grids import int4_grid
 from quantization.measures import compare
 from quantization.text import cut_windows
@@ -135,7 +135,8 @@ def test_feedback_lowers_the_error_of_outputs() -> None:
     weight, mix = torch.randn(48, 128), torch.randn(128, 128)
     x = torch.randn(1000, 128) @ mix
     grid = int4_grid(weight, 64, False, None, torch.float16)
-    rounded, fed = grid.nearest(torch.arange(128), weight), round_by_feedback(weight, x.t() @ x, 1000, grid)
+    feedback = Feedback.of(x.t() @ x, 1000)
+    rounded, fed = grid.nearest(torch.arange(128), weight), round_by_feedback(weight, feedback, grid)
     torch.testing.assert_close(grid.nearest(torch.arange(128), fed), fed)
     errors = [((held - weight) @ x.t()).square().mean() for held in (rounded, fed)]
     assert errors[1] < 0.7 * errors[0]
@@ -154,7 +155,7 @@ class _HostReads(TorchDispatchMode):
 def test_gptq_reads_no_number_of_a_column_on_the_host() -> None:
     weight, x = torch.randn(8, 64), torch.randn(128, 64)
     with _HostReads() as reads:
-        round_by_feedback(weight, x.t() @ x, 128, int4_grid(weight, 32, False, None, torch.float32))
+        round_by_feedback(weight, Feedback.of(x.t() @ x, 128), int4_grid(weight, 32, False, None, torch.float32))
     assert reads.count < 4
 
 
