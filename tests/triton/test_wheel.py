@@ -99,6 +99,8 @@ def test_it_serves_without_the_source_tree(command: Path, tmp_path: Path) -> Non
         url = f"http://127.0.0.1:{http}/v2/models/llm/generate"
         with urllib.request.urlopen(url, body.encode(), timeout=60) as answer:
             assert "return" in json.load(answer)["text_output"]
+        doctor = subprocess.run([command, "doctor"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert f"ok    backend        {start}" in doctor.stdout, doctor.stdout + doctor.stderr
     finally:
         server.terminate()
         server.wait(60)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.commands.serve import EXIT_TIMEOUT, SOURCE_TREE, exit_timeout_s, find_tritonserver
+from slipstream.commands.server_tree import BACKEND, LIBRARY, PACKAGED_LIBRARY
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.host_memory import host_memory
 
@@ -214,14 +215,16 @@ def server() -> list[Finding]:
         advice = "make assemble (from PyPI's nvidia-pytriton), or run in the official container"
         return [Finding("tritonserver", "missing", place, advice)]
     found = [Finding("tritonserver", "ok", f"{path} ({place})")]
-    folders = [SOURCE_TREE / "install/backends/slipstream", Path("/opt/tritonserver/backends/slipstream")]
-    built = next((folder for folder in folders if (folder / "libtriton_slipstream.so").exists()), None)
+    backends = [path.parent / "backends", SOURCE_TREE / "install/backends", Path("/opt/tritonserver/backends")]
+    folders = [folder / BACKEND for folder in dict.fromkeys(backends)]
+    advice = f"slipstream install-backend --to {backends[-1]}" if PACKAGED_LIBRARY.is_file() else "make assemble"
+    built = next((folder for folder in folders if (folder / LIBRARY).exists()), None)
     if built is None:
-        text = f"libtriton_slipstream.so is not in {' or '.join(map(str, folders))}"
-        return [*found, Finding("backend", "missing", text, "make assemble")]
+        text = f"{LIBRARY} is not in {' or '.join(map(str, folders))}"
+        return [*found, Finding("backend", "missing", text, advice)]
     launcher = built / "slipstream-engine"
     if not os.access(launcher, os.X_OK):
-        return [*found, Finding("backend", "missing", f"{launcher} cannot be executed", "make assemble")]
+        return [*found, Finding("backend", "missing", f"{launcher} cannot be executed", advice)]
     return [*found, Finding("backend", "ok", str(built))]
 
 
