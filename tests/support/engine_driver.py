@@ -21,6 +21,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
 from slipstream.engine.executor import MakeWorker, SerializedWorker, local_worker
+from slipstream.engine.ranks import LeadingWorker
 from slipstream.worker.interface import StepInput
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.worker import ModelWorker
@@ -52,7 +53,8 @@ def make_engine(
 
 
 def model_worker(engine: Engine) -> ModelWorker:
-    worker = engine.worker.worker if isinstance(engine.worker, SerializedWorker) else engine.worker
+    worker = engine.worker
+    worker = worker.worker if isinstance(worker, SerializedWorker | LeadingWorker) else worker
     assert isinstance(worker, ModelWorker)
     return worker
 

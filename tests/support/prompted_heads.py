@@ -24,6 +24,7 @@ class Prompter:
     def __init__(self, texts: dict[int, list[int]], rate: float = 0.85) -> None:
         self._texts, self._rate, self._dice = texts, rate, random.Random(0)
         self._step = ScheduledStep()
+        self._step_of = lambda: self._step
         self.num_drafts = 0  # calls of a head
 
     def attend(self, engine: Engine) -> None:
@@ -36,6 +37,8 @@ class Prompter:
             return methods_behind(step)
 
         drafting.methods_behind = note
+        if engine.scheduler.num_microbatches > 1:  # heads draft when a step is read, not when it is launched
+            self._step_of = lambda: engine._in_flight[0].step
         for head in model_worker(engine).speculator._heads.values():
             self._prompt(head)
 
@@ -45,7 +48,9 @@ class Prompter:
         def drafted(rows: ComputedRows) -> torch.Tensor:
             guesses: torch.Tensor = draft(rows).clone()
             self.num_drafts += 1
-            for place, row in enumerate(self._step.rows):
+            for place, row in enumerate(self._step_of().rows):
+                if row.request.handle not in self._texts:
+                    continue
                 text = self._texts[row.request.handle]
                 for number, column in enumerate(_first_branch(head, guesses[place])):
                     end = self._num_held(rows, place) + 1 + number  # the token before it is the one just drawn
@@ -60,7 +65,7 @@ class Prompter:
         """Tokens of a request that are computed and hold."""
         if len(rows.hidden) == len(rows.batch.positions):
             return int(rows.batch.positions[rows.last[place]]) + 1
-        row = self._step.rows[place]
+        row = self._step_of().rows[place]
         return row.num_computed_tokens + row.num_scheduled_tokens
 
 

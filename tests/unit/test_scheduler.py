@@ -295,3 +295,20 @@ def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
     llm.run()
     assert first.num_preemptions == second.num_preemptions == 0
     assert second.output_token_ids == continuation([2] * 7, 4)
+
+
+def test_drafts_of_a_preempted_request_stay_until_their_step_is_committed() -> None:
+    """With stages, a request may lose its blocks to another step while a step in flight verifies its drafts."""
+    llm = make_llm(num_blocks=5, caching=False)
+    llm.scheduler.num_microbatches, llm.num_ahead = 2, 1
+    first, second = make_request([1] * 7, 6), make_request([2] * 7, 6)
+    add(llm, first, second)
+    llm.step()
+    llm.scheduler.commit(*llm.flights.pop())
+    second.draft_token_ids = continuation(second.token_ids, 2)
+    for expected in ((first, 7, 1, True), (second, 7, 3, True), (first, 8, 1, True)):
+        llm.step()
+        assert rows(llm) == [expected]
+    assert second.num_preemptions == 1 and second.num_accepted_tokens == 2 and not second.draft_token_ids
+    llm.run()
+    assert second.output_token_ids == continuation([2] * 7, 6)

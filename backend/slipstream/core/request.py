@@ -119,6 +119,15 @@ class Request:
     def drop_drafts(self) -> None:
         self.draft_token_ids, self.draft_parents = [], []
 
+    def note_preempted(self) -> None:
+        """It has lost its blocks. Drafts that a step in flight verifies stay until that is committed."""
+        self.status = RequestStatus.PREEMPTED
+        self.num_computed_tokens = 0
+        self.num_sent_blocks = -1
+        self.num_preemptions += 1
+        if not self.num_output_placeholders:
+            self.drop_drafts()
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)

@@ -275,6 +275,7 @@ class Scheduler:
             if request in requests and not request.is_finished:
                 step.withdraw(place)
                 request.num_output_placeholders -= 1
+                request.drop_drafts()
                 if request.status is RequestStatus.RUNNING:
                     self._preempt(request)
 
@@ -301,7 +302,8 @@ class Scheduler:
                 if has_drafts:
                     update_after_verify(request, len(new_token_ids), self.stats)
                 is_over = request.stop_conditions.extend(request, new_token_ids)
-                if has_drafts:  # drafts that were rejected or cut off by a stop do not count as computed
+                # drafts that were rejected or cut off by a stop do not count as computed
+                if has_drafts and request.status is RequestStatus.RUNNING:
                     request.num_computed_tokens = len(request.token_ids) - 1
                 outputs.append(StepOutput(request, new_token_ids, request.finish_reason))
             # blocks that the in-flight step is filling may be shared too: their readers run in later steps
@@ -372,11 +374,7 @@ class Scheduler:
         """Free a request's blocks and requeue it with its old sort_key; it recomputes all its tokens."""
         del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
         self._give_back(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_sent_blocks = -1
-        request.drop_drafts()
-        request.num_preemptions += 1
+        request.note_preempted()
         self.stats.add(Metric.PREEMPTIONS)
         insort(self._waiting, request, key=_sort_key)
 

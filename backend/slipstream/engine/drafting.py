@@ -76,6 +76,7 @@ class Drafting:
         if not self._drafters:
             return
         scheduler, cache = self._scheduler, self._scheduler.cache
+        is_ahead = is_ahead and scheduler.num_microbatches == 1
         num_spare = 0 if scheduler.num_waiting or not is_ahead else SPARE_SLOTS
         for row in step.rows:
             drafter = self._drafter_after(row)
@@ -100,7 +101,7 @@ class Drafting:
     def method_ahead(self, step: ScheduledStep, draft_methods: Sequence[str]) -> str:
         """The head whose drafts the next step verifies, if this is certain before the step is read: its requests will
         have the same numbers of drafts of that head again, and nothing can truncate them. "" if not certain."""
-        if not draft_methods:
+        if not draft_methods or self._scheduler.num_microbatches > 1:  # the stages have steps of other requests
             return ""
         rows = step.rows
         speculation = rows[0].request.speculation
@@ -136,14 +137,18 @@ class Drafting:
         budgets, concerned, computed = [], [], []
         for index, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
             request = row.request
-            if request.status is not RequestStatus.RUNNING:
+            count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
+            # fewer: it was preempted meanwhile and has begun again, so these tokens are computed once more
+            if (
+                request.status is not RequestStatus.RUNNING
+                or request.num_computed_tokens < row.num_computed_tokens + count
+            ):
                 continue
             launched = index if in_flight.indices is None else in_flight.indices[index]
             budget = self._budget(row, launched)
             if budget is not None:
                 budgets.append(budget)
             if self._heads:
-                count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
                 computed.append((request.sequence_id, row.num_computed_tokens, count))
             if self._heads or budget is not None:
                 concerned.append(request)

@@ -120,7 +120,8 @@ class Engine:
         self._num_steps = 0
         self.error: EngineError | None = None
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
-        self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty, cache.windows is not None)
+        kinds = not self._drafting.is_empty, cache.windows is not None, hardware.parallel.num_stages > 1
+        self._inputs = StepInputs(self._drafting.proposers, *kinds)
         checks = config.structured_output, self._drafting.resolve, processors.check, config.model.enable_lora
         self._input_processor = InputProcessor(self.spec, self.tokenizer, *checks)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
@@ -297,9 +298,7 @@ class Engine:
         draft_methods, kv_update_methods = self._drafting.methods_behind(step)
         self._num_steps = step_id = self._num_steps + 1
         self.worker.execute_ahead(AheadInput(step_id, in_flight.step_id, method, draft_methods, kv_update_methods))
-        num_slots = [request.num_slots for request in step.requests]
-        preemption_counts = [request.num_preemptions for request in step.requests]
-        return AheadStep(InFlightStep(step_id, step, draft_methods), num_slots, preemption_counts)
+        return AheadStep.of(InFlightStep(step_id, step, draft_methods))
 
     def _read_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
         """Read the launched steps, except the last num_kept."""
@@ -310,6 +309,7 @@ class Engine:
     def _read(self, in_flight: InFlightStep, outputs: list[StepOutput]) -> None:
         result = self.worker.result(in_flight.step_id)
         sampled = sampled_step(in_flight, result)
+        self._inputs.note_accepted(in_flight.step_id, in_flight.step, sampled.accepted_rows)
         if result.processors is not None:
             self.stats.observe(Metric.PROCESSOR_TIME, result.processors.seconds)
         for request, error in failures_of(in_flight, result):

@@ -59,6 +59,12 @@ class AheadStep:
     num_slots: list[int]
     num_preemptions: list[int]
 
+    @classmethod
+    def of(cls, in_flight: InFlightStep) -> AheadStep:
+        """A step that is being launched."""
+        requests = in_flight.step.requests
+        return cls(in_flight, [one.num_slots for one in requests], [one.num_preemptions for one in requests])
+
     def match(self, step: ScheduledStep) -> InFlightStep | None:
         """The launched step for this scheduled one, or None if they differ."""
         if step.preempted or step.copies:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import ge
 
-from slipstream.core.request import Request
+from slipstream.core.request import Request, RequestStatus
 from slipstream.core.step import ScheduledStep
-from slipstream.worker.interface import NewRequest, StepInput, Updates
+from slipstream.worker.interface import AcceptedBranches, NewRequest, StepInput, Updates
 
 
 class StepInputs:
     """Tracks what the worker knows of each request.
 
     proposers: methods that read a request's text. makes_drafts: drafters are loaded, which need block hashes.
-    has_windows: some KV groups are windowed.
+    has_windows: some KV groups are windowed. has_stages: accepted branches are moved when they are known here.
     """
 
-    def __init__(self, proposers: Iterable[str] = (), makes_drafts: bool = False, has_windows: bool = False) -> None:
+    def __init__(
+        self,
+        proposers: Iterable[str] = (),
+        makes_drafts: bool = False,
+        has_windows: bool = False,
+        has_stages: bool = False,
+    ) -> None:
         self._proposers = frozenset(proposers)
         self._makes_drafts = makes_drafts
         self._has_windows = has_windows
+        self._has_stages = has_stages
+        self._tree_steps: set[int] = set()  # ids of those that are not read yet
+        self._accepted: list[AcceptedBranches] = []  # since the last message
         self._readers: dict[int, Request] = {}  # requests whose text the worker reads, by id
         self._num_sent_tokens: dict[int, int] = {}  # of these
         self._num_sent_hashes: dict[int, int] = {}
@@ -40,6 +49,10 @@ class StepInputs:
         block_ids = self._new_blocks(requests, new_requests)
         total_num_drafts = sum(step.num_drafts)
         token_ids, pending = _token_ids(step)
+        draft_parents = _draft_parents(step) if total_num_drafts else {}
+        accepted, self._accepted = self._accepted, []
+        if draft_parents and self._has_stages:
+            self._tree_steps.add(step_id)
         return StepInput(
             step_id=step_id,
             sequence_ids=self._sequence_ids(requests),
@@ -52,13 +65,27 @@ class StepInputs:
             pending=pending,
             new_requests=new_requests,
             updates=Updates(block_ids, self._new_tokens(), window_block_ids=self._new_window_blocks(requests)),
-            draft_parents=_draft_parents(step) if total_num_drafts else {},
+            draft_parents=draft_parents,
             copies=step.copies,
             draft_methods=draft_methods,
             kv_update_methods=kv_update_methods,
             waits_for_masks=waits_for_masks,
             adapters=step.adapters,
+            accepted=accepted,
         )
+
+    def note_accepted(self, step_id: int, step: ScheduledStep, rows: Mapping[int, list[int]]) -> None:
+        """Of a step that was read and is not committed yet. rows: SampledStep.accepted_rows."""
+        if step_id not in self._tree_steps:
+            return
+        self._tree_steps.remove(step_id)
+        moved = {
+            index: found
+            for index, found in rows.items()
+            if found[-1] >= len(found)
+            and step.requests[index].status is RequestStatus.RUNNING  # else others have its blocks
+        }
+        self._accepted.append(AcceptedBranches(step_id, moved))
 
     def updates(self, requests: Sequence[Request]) -> Updates:
         """Changes of known requests since the last message."""

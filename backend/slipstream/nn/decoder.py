@@ -186,18 +186,35 @@ class Decoder:
     ) -> Tensor:
         """The residual stream behind this stage's layers, from that before them: [T, hidden_size].
 
+        With feature_layers, the residual stream before those so far stands below it, each of T rows, in their order.
         kv_caches: of own_layers. is_last_only: rows of batch.logits_indices only, for the last stage, as forward_last.
         """
+        hidden, *features = hidden.split(len(batch.token_ids))
         residual: Tensor | None = None
         steps = self._plan(batch)
         num_whole = len(self.own_layers) - is_last_only
-        for layer, step, cache in zip(self.own_layers[:num_whole], steps, kv_caches):
+        for index, layer, step, cache in zip(self.own_indices, self.own_layers[:num_whole], steps, kv_caches):
+            if index in self.feature_layers:
+                features.append(hidden if residual is None else hidden + residual)
             hidden, residual = layer(hidden, residual, step, cache)
         if is_last_only:
             last, wanted = self.own_layers[-1], batch.logits_indices
             hidden, residual = last.last(hidden, residual, steps[-1], kv_caches[-1], wanted)
         assert residual is not None
-        return hidden + residual
+        return torch.cat([hidden + residual, *features]) if features else hidden + residual
+
+    def num_features_before(self, layer: int) -> int:
+        """How many of the feature layers lie before a layer."""
+        return sum(index < layer for index in set(self.feature_layers))
+
+    def rows_of_stream(self, stream: Tensor, num_rows: int) -> Tensor:
+        """Rows of `forward`, or with is_last_only of forward_last, from what the last stage's forward_stage returns."""
+        hidden, *features = stream.split(num_rows)
+        final = self.final_norm(hidden)
+        if not features:
+            return final
+        layers = sorted(set(self.feature_layers))
+        return torch.cat([final, *(features[layers.index(index)] for index in self.feature_layers)], dim=-1)
 
     def _plan(self, batch: ForwardBatch) -> list[StepAttention]:
         """The step's attention of each own layer: one plan a KV group."""

@@ -62,6 +62,16 @@ class Updates:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptedBranches:
+    """Of a step that has verified draft trees, for a model in stages. rows: by index of a request in the step, the rows
+    that hold, row 0 its last token and row 1 + i draft i; only where some of them have to be moved, and of requests
+    that had kept their blocks until the step was read."""
+
+    step_id: int
+    rows: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step. The last num_drafts of a request's num_scheduled_tokens are drafts to verify.
 
@@ -69,6 +79,7 @@ class StepInput:
     step before; its id is 0 here. draft_parents: of draft trees, by sequence id. copies: of blocks, made before the
     step. draft_methods: heads that draft after this step; kv_update_methods: heads that only update their KV caches.
     waits_for_masks: the step samples only when `Worker.sample` brings the masks. adapters: to be put into slots before.
+    accepted: of the tree verifications read since the last message, whose branches are moved before anything else.
     """
 
     step_id: int
@@ -88,6 +99,7 @@ class StepInput:
     kv_update_methods: tuple[str, ...] = ()
     waits_for_masks: bool = False
     adapters: list[tuple[int, Adapter]] = field(default_factory=list)
+    accepted: list[AcceptedBranches] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,4 +120,8 @@ class Compaction:
 
     def keep(self, kept: ops.AcceptedRows) -> None:
         """Move accepted rows to the slots of their positions."""
-        ops.compact_kv(self._table, kept.sources, kept.targets, kept.counts)
+        self.move(kept.sources, kept.targets, kept.counts)
+
+    def move(self, sources: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """See ops.compact_kv."""
+        ops.compact_kv(self._table, sources, targets, counts)

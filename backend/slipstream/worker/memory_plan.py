@@ -95,11 +95,12 @@ def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hard
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of a rank of one stage. layers: their numbers in the model."""
+    """Of a rank of one stage. layers: their numbers in the model. draft_block_bytes: of bytes_per_block."""
 
     layers: range
     weight_bytes: int
     bytes_per_block: int
+    draft_block_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class MemoryPlan:
         for index, stage in enumerate(self.stages):
             layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}"
             note = f"weights, and {_size(self.num_blocks * stage.bytes_per_block)} of KV pool"
+            if stage.draft_block_bytes:
+                note += f", {_size(self.num_blocks * stage.draft_block_bytes)} of it the drafter's"
             rows.append((f"stage {index}: {layers}", stage.weight_bytes, note))
         lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
@@ -212,7 +215,10 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     if len(plans) == 1:
         return plan
     layers = [one.own_layers(spec.num_layers) for one in of_stages]
-    memory = [StageMemory(own, one.weight_bytes, one.bytes_per_block) for own, one in zip(layers, plans)]
+    memory = [
+        StageMemory(own, one.weight_bytes, one.bytes_per_block, one.draft_block_bytes)
+        for own, one in zip(layers, plans)
+    ]
     return replace(plan, stages=tuple(memory))
 
 

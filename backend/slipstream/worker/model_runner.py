@@ -23,6 +23,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
+from slipstream.worker.branch_moves import BranchMoves
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
@@ -96,6 +97,10 @@ class ModelRunner:
         model.kv_groups = groups.of_layers
         self._kv_caches = pool.layers
         self._stage = PipelineStage(model, pool.layers, parallel) if parallel.num_stages > 1 else None
+        of_groups = compactions(pool, groups, device)
+        self._branches: BranchMoves | None = None
+        if parallel.num_stages > 1:
+            self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
         processors = _processors(config, spec, hardware)
@@ -120,7 +125,6 @@ class ModelRunner:
             if not drafts.num_drafts:
                 self._adapters.graphs = StepGraphs(shapes, *limits, self._adapters.run, device, num_groups)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
-        of_groups = compactions(pool, groups, device)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases)
         is_timed = drafts.num_drafts and self._stage is None  # only graphs are, which stages have not
@@ -164,6 +168,9 @@ class ModelRunner:
     def build(self, step: StepInput, states: Sequence[RequestState], any_given: bool = False) -> StepTensors:
         """any_given: some request, perhaps not of this step, has brought embeddings."""
         enter_device(self._device)
+        for accepted in step.accepted:
+            assert self._branches is not None
+            self._branches.move(accepted)
         if step.copies:
             assert self._host_blocks is not None
             self._host_blocks.run(step.copies)
@@ -177,6 +184,8 @@ class ModelRunner:
         else:
             tensors = StepTensors(replace(self._builder.tensors(arrays), given=given))
         fill_pending(tensors.batch.token_ids, arrays.pending, self._sampled)
+        if self._branches is not None:
+            self._branches.note(step, tensors.batch)
         return tensors
 
     def _tensors(self, step: StepInput, states: Sequence[RequestState], arrays: StepArrays) -> StepTensors:

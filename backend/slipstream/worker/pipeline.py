@@ -33,7 +33,8 @@ class PipelineStage:
         if self.is_first:
             hidden = model.embedding(batch.token_ids, batch.given)
         else:
-            hidden = self._pipe.receive(self._rows(len(batch.token_ids)))
+            num_features = model.num_features_before(model.own_indices.start)
+            hidden = self._pipe.receive(self._rows(len(batch.token_ids) * (1 + num_features)))
         hidden = model.forward_stage(hidden, batch, self._kv_caches, is_last_only and self._is_last)
         if len(hidden):  # no row is wanted of the middle of a prompt
             self._pipe.send(hidden)
@@ -41,9 +42,9 @@ class PipelineStage:
     def finish(self, batch: ForwardBatch, is_last_only: bool) -> torch.Tensor:
         """On the first stage: the final hidden states of the oldest step that is not finished, as Decoder.forward's or
         forward_last's."""
-        num_rows = len(batch.logits_indices) if is_last_only else len(batch.token_ids)
-        rows = self._rows(num_rows)
-        return self._model.final_norm(self._pipe.receive(rows)) if num_rows else rows
+        num_rows, model = len(batch.logits_indices) if is_last_only else len(batch.token_ids), self._model
+        rows = self._rows(num_rows * (1 + model.num_features_before(model.spec.num_layers)))
+        return model.rows_of_stream(self._pipe.receive(rows), num_rows) if num_rows else rows
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Launch and finish; None on the other stages."""

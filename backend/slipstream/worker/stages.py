@@ -16,9 +16,6 @@ from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import DecoderSpec
 
 FIELD = "pipeline_parallel_size"
-# Methods that draft on the first stage alone, after it has read a step. Their drafts are chains: no stage has to move
-# keys and values of accepted branches. Heads read hidden states behind every step, and most draft trees.
-METHODS = ("ngram", "draft_model")
 
 
 def stage_layers(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, parallel: Parallel) -> tuple[int, ...]:
@@ -32,9 +29,6 @@ def stage_layers(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, pa
         if asked:
             raise ConfigError("pipeline_layers", asked, "accepted with pipeline_parallel_size above 1")
         return ()
-    if not set(config.speculation.loaded) <= set(METHODS):
-        methods = ",".join(config.speculation.loaded)
-        raise ConfigError("speculative_method", methods, f"accepted with {FIELD}={num_stages}: {', '.join(METHODS)}")
     if num_stages > spec.num_layers:
         raise ConfigError(FIELD, num_stages, f"accepted: at most {spec.num_layers}, the model's layers")
     if not asked:

@@ -73,7 +73,9 @@ class ModelWorker:
         self.speculator = Speculator(methods, context)
         if methods:
             finish_phase(phases, "drafters", hardware.device)
-        self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, self.speculator.layout)
+        told = self.speculator.layout, target.feature_layers  # by the first stage, which alone has heads
+        layout, target.feature_layers = hardware.parallel.decide(told)
+        self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, layout)
         draft_seconds = self.speculator.capture(self.runner.verified_rows())
         finish_phase(phases, "drafting", hardware.device)
         self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))

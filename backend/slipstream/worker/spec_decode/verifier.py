@@ -206,7 +206,7 @@ class Verification:
 
 class Verifier:
     """capacity: number of tokens of the largest graph and number of requests of the largest step. compactions: of each
-    KV group.
+    KV group, none if accepted branches are moved elsewhere.
 
     Returned tensors are valid until the next call.
     """
@@ -287,7 +287,7 @@ class Verifier:
         counts = to_device(num_drafts, torch.int32, self._device)
         dead_rows = () if masks is None else masks.dead_rows
         accepted = verification.accept(batch, counts, next_ids, dead_rows, self._accepted.first(len(num_drafts)))
-        if step.draft_parents:
+        if step.draft_parents and self._compactions:
             self._compact(verification, batch, counts, next_ids, accepted)
         paths = HostCopy((accepted.paths,), is_urgent=True)
         taken = prompt_logprobs.take(step, running.states) if running.asks_prompt_logprobs else NO_PROMPTS
