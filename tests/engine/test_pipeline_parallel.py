@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from key_means_of import draw_key_means
 from nodes import Node
 from patience import PATIENCE_S
 from processes import children_of
@@ -126,14 +127,17 @@ def test_three_stages_say_what_one_process_says(llama: Path, prompts: list[list[
         engine.close()
 
 
-def compare(folder: Path, model: str, parallel: ParallelConfig) -> None:
+def compare(folder: Path, model: str, parallel: ParallelConfig, num_step_tokens: int = 16, **options: object) -> None:
+    """options: of the model."""
     make_checkpoint(model, folder)
     save_tokenizer(folder)
+    draw_key_means(folder)
     texts = [[3 + (7 * place + 5 * step) % 90 for step in range(2 + 9 * place)] for place in range(5)]
     params = replace(GREEDY, max_tokens=16, logprobs=1)
     told = []
     for one in (ParallelConfig(), parallel):
-        engine = make_engine(folder, {}, {"block_size": 4}, {"max_num_batched_tokens": 16}, parallel=one)
+        steps = {"max_num_batched_tokens": num_step_tokens}
+        engine = make_engine(folder, options, {"block_size": 4}, steps, parallel=one)
         told.append(run_all(engine, texts, params))
         assert (engine.memory_plan.groups.num_windowed > 0) is (model == "gemma3")
         engine.close()
@@ -220,9 +224,11 @@ def test_a_cancelled_request_leaves_the_stages_to_the_others(llama: Path, prompt
 
 
 def test_experts_in_stages_on_two_nodes(tmp_path: Path) -> None:
+    """Whose prompts attend in FP8: each node has the means of its layers' keys."""
     with Node(tmp_path, b"a secret of two machines") as node:
         nodes = replace(TWO, num_nodes=2, rank_address=node.address, rank_secret_file=str(node.secret))
-        compare(tmp_path / "model", "qwen3-moe", replace(nodes, node_start_timeout_s=PATIENCE_S))
+        nodes = replace(nodes, node_start_timeout_s=PATIENCE_S)
+        compare(tmp_path / "model", "qwen3-moe", nodes, 128, prefill_attention_dtype="fp8")
 
 
 def plan(model: Path, parallel: ParallelConfig, **changes: Any) -> MemoryPlan:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from key_means_of import draw_key_means
 from packed_text import make_packed_text
 from paged_forward import PagedForward
+from rank_threads import on_each, parallels
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.key_means import FILE, read_key_means, write_key_means
 from slipstream.nn.load import check_model, load_model
+from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.spec import read_spec
 from slipstream_kernels import ops
 from tiny_checkpoints import make_checkpoint, relative_error
@@ -68,6 +71,41 @@ def test_prompts_are_rounded_and_caches_and_decodes_are_not(measured: Path) -> N
 
 def test_16_bit_is_what_a_cpu_does_anyway(measured: Path) -> None:
     assert torch.equal(loaded(measured, "16bit").run([60])[0], loaded(measured, "auto").run([60])[0])
+
+
+@pytest.fixture(scope="module")
+def distinct(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose layers and heads have means that would round another's keys very differently."""
+    folder = tmp_path_factory.mktemp("distinct")
+    make_checkpoint("qwen3", folder, num_attention_heads=8, hidden_size=64)
+    draw_key_means(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_take_the_means_of_their_heads(distinct: Path, size: int) -> None:
+    """Two heads of keys: one each, and one for two ranks."""
+
+    def logits(parallel: Parallel) -> torch.Tensor:
+        config = ModelConfig(model=str(distinct), device="cpu", prefill_attention_dtype="fp8")
+        return PagedForward(load_model(config, parallel=parallel), [PROMPT]).run([60])[0]
+
+    expected, exact = logits(SINGLE), loaded(distinct, "auto").run([60])[0]
+    assert relative_error(expected, exact) > 0.05
+    for found in on_each(parallels(size), logits):
+        assert relative_error(found, expected) < 1e-5
+
+
+def test_stages_take_the_means_of_their_layers(distinct: Path) -> None:
+    config = ModelConfig(model=str(distinct), device="cpu", prefill_attention_dtype="fp8")
+    stages = [load_model(config, parallel=Parallel(stage=stage, layers=(1, 2))) for stage in range(2)]
+    forward = PagedForward(stages[0], [PROMPT])
+    batch, stream = forward._batch({0: 60}), stages[0].embedding(torch.tensor(PROMPT))
+    for stage in stages:
+        own = stage.own_indices
+        stream = stage.forward_stage(stream, batch, forward.kv_caches[own.start : own.stop], False)
+    found = stages[0].logits(stages[0].rows_of_stream(stream, 60))
+    assert torch.equal(found, loaded(distinct, "fp8").run([60])[0])
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ FILE = "key_means.safetensors"
 
 
 def check_fp8_prefill(
-    config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None, num_ranks: int = 1
+    config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None
 ) -> None:
     """Raise ConfigError if the model's prompts cannot attend in FP8, before anything is read."""
     if config.prefill_attention_dtype != FP8:
         return
-    refusal = "several processes" if num_ranks > 1 else _refusal(config, spec, device, kv_dtype)
+    refusal = _refusal(config, spec, device, kv_dtype)
     if refusal is not None:
         raise ConfigError(FIELD, FP8, f"{refusal}; accepted: auto or 16bit")
 
@@ -84,11 +84,13 @@ def write_key_means(path: Path, means: list[Tensor], about: dict[str, object]) -
 
 
 def set_key_means(decoder: Decoder, means: list[Tensor]) -> None:
-    """Let prompts of a loaded decoder attend in FP8."""
-    for layer, mean in zip(decoder.layers, means, strict=True):
+    """Let prompts of a loaded decoder attend in FP8. means: of all layers and heads; a rank takes its own."""
+    for index, layer in zip(decoder.own_indices, decoder.own_layers):
         attention = layer.attention
         assert isinstance(attention, SelfAttention)
-        attention.options = replace(attention.options, key_mean=mean.to(decoder.context.device))
+        _, own_heads = attention.spec.heads_of(decoder.context.parallel)
+        own = means[index][own_heads].to(decoder.context.device)
+        attention.options = replace(attention.options, key_mean=own)
 
 
 def zero_means(spec: DecoderSpec) -> list[Tensor]:

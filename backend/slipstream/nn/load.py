@@ -185,7 +185,7 @@ def _build(
         reason = method.supports(device, dtype)
         if reason is not None:
             raise ConfigError("quantization", methods.name, f"cannot serve here: {reason}")
-    check_fp8_prefill(config, spec, device, kv_dtype, parallel.num_ranks)
+    check_fp8_prefill(config, spec, device, kv_dtype)
     own = spec.of_rank(parallel)
     backend_name, backend = ATTENTION_BACKENDS.select(
         lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config)
