@@ -13,6 +13,7 @@ from llm_client import grpc_infer, grpc_stream, http_generate
 from llm_server import LlmServer
 from nodes import Node
 from processes import children_of, is_alive
+from tiny_model import make_tiny_llama
 
 PROMPT = "def add(a, b):\n"
 SHORT = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -76,6 +77,40 @@ def test_a_model_in_stages_loses_one_with_steps_in_both(llm_server: LlmServer) -
         llm_server.wait_model_ready(model)
         assert text_of(llm_server, model) == expected
         assert ranks_of(llm_server) and not is_alive(stage)
+    llm_server.wait_until(lambda: not ranks_of(llm_server), "the stages to end with their model")
+
+
+def test_a_lost_stage_ends_its_engine_and_the_other_one_serves(llm_server: LlmServer, tmp_path: Path) -> None:
+    """Replicas of two stages each: a request of either runs when a stage of one is killed."""
+    tiny = make_tiny_llama(tmp_path, max_position_embeddings=4096)
+    parameters = {"pipeline_parallel_size": 2, "num_blocks": 1024, "block_size": 8, "max_num_seqs": 4}
+    replicas = "instance_group { count: 2 kind: KIND_CPU }\n"
+    with llm_server.variant("stage_pair", parameters, tiny, replicas) as model:
+        first, second = (text_of(llm_server, model) for _ in range(2))  # too short to have a place: one each
+        assert first == second != ""
+        made = "slipstream_generation_tokens_total"
+        llm_server.wait_until(
+            lambda: [llm_server.metric(made, model, replica=one) for one in "01"] == [24, 24], "both to have answered"
+        )
+        with grpc_stream(llm_server.grpc_url, cancel=True) as stream:
+            for name in ("one", "other"):
+                inputs = {"text_input": PROMPT, "stream": True}
+                stream.send(model, inputs, parameters={**LONG, "max_tokens": 3900}, request_id=name)
+            llm_server.wait_until(
+                lambda: all(llm_server.metric(made, model, replica=one) > 24 for one in "01"), "both to answer"
+            )
+            stages = ranks_of(llm_server)
+            assert len(stages) == 2 == len({stage.ppid() for stage in stages})
+            stages[0].kill()
+            error = ""
+            while not error:
+                _, is_last, error = stream.receive()
+                assert is_last is bool(error)
+            assert error.endswith(LOST)
+            llm_server.wait_until(lambda: llm_server.metric("slipstream_engine_up", model) == 1, "one to be down")
+            assert text_of(llm_server, model) == first and llm_server.is_model_ready(model)
+            for _ in range(50):
+                assert stream.receive()[1:] == (False, ""), "the request of the other engine goes on"
     llm_server.wait_until(lambda: not ranks_of(llm_server), "the stages to end with their model")
 
 
