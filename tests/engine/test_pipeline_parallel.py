@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,79 +16,25 @@ from key_means_of import draw_key_means
 from nodes import Node
 from patience import PATIENCE_S
 from processes import children_of
-from prompted_heads import Prompter
 from slipstream.core.adapters import Matrix
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig
 from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import ConfigError, RankLostError
 from slipstream.core.logits_processors import ProcessorCall
 from slipstream.core.outputs import StepOutput
-from slipstream.core.request import FinishReason, Request, RequestStatus
-from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.ranks import LeadingWorker
-from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.spec import read_spec
-from slipstream.worker.interface import AcceptedBranches, DraftInput, DraftResult, StepInput, StepResult
 from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.stages import balanced
-from speculation_config import speculation_config
+from stage_recorder import KINDS, LOGPROBS, NARROW, record, same
 from tiny_checkpoints import make_checkpoint
-from tiny_heads import EAGLE, make_eagle, make_eagle3, make_medusa, make_mtp
-from tiny_model import make_tiny_llama, make_tiny_windowed, save_tokenizer
+from tiny_model import make_tiny_llama, save_tokenizer
 
-SEEDED = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True, top_k=50, top_p=0.95)
-EDITED = replace(SEEDED, repetition_penalty=1.2, min_tokens=5, bad_words_ids=((4, 5), (9,)), logit_bias=((7, 2.0),))
-LOGPROBS = replace(GREEDY, logprobs=3, prompt_logprobs=2)
-GUIDED = SamplingParams(max_tokens=16, temperature=0.0, guide=Guide("regex", "[a-z]{12}"))
 BEAMS = SamplingParams(max_tokens=8, beam_width=3, n=3)
-KINDS = (GREEDY, SEEDED, EDITED, LOGPROBS, GUIDED)
-NARROW, WIDER = {"max_num_batched_tokens": 40}, {"max_num_batched_tokens": 72}
 TWO = ParallelConfig(pipeline_parallel_size=2)
-NUM_WINDOWED = 68
-MakeHead = Callable[[Path, Path], Path]
-
-
-class Recorder:
-    """A worker that notes which steps are in the stages, between `execute` and `result`."""
-
-    def __init__(self, worker: LeadingWorker) -> None:
-        self._worker = worker
-        self.underway: dict[int, Sequence[int]] = {}  # step id -> sequence ids of rows that sample
-        self.most_underway = self.num_resumed = self.num_drafts = self.num_moved = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def execute(self, step: StepInput) -> None:
-        sampling = [own for own, samples in zip(step.sequence_ids, step.samples) if samples]
-        earlier = {own for ids in self.underway.values() for own in ids}
-        assert not step.pending and earlier.isdisjoint(sampling), "one token of a request at a time"
-        self.num_drafts += step.total_num_drafts
-        self.num_moved += sum(len(accepted.rows) for accepted in step.accepted)
-        self.num_resumed += sum(new.num_preemptions > 0 for new in step.new_requests)
-        self.underway[step.step_id] = sampling
-        self.most_underway = max(self.most_underway, len(self.underway))
-        self._worker.execute(step)
-
-    def result(self, step_id: int) -> StepResult:
-        del self.underway[step_id]
-        return self._worker.result(step_id)
-
-
-def record(engine: Engine) -> Recorder:
-    assert isinstance(engine.worker, LeadingWorker)
-    engine.worker = recorder = Recorder(engine.worker)  # type: ignore[assignment]
-    return recorder
-
-
-def same(found: Sequence[Told], expected: Sequence[Told]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one.error, one.token_ids) == (other.error, other.token_ids)
-        for own, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
-            pairs = [(a, b) for a, b in zip(own or [], theirs or [], strict=True) if a and b]
-            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -264,121 +209,6 @@ def test_a_stage_plans_for_its_layers(llama: Path) -> None:
 def test_stages_that_cannot_be_are_refused(changes: dict[str, Any], reason: str, llama: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         plan(llama, replace(TWO, **changes))
-
-
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_drafts_in_stages(llama: Path, prompts: list[list[int]], tensor_parallel_size: int) -> None:
-    """Drafting requests beside others: chunked, preempted, from the prefix cache and the host; a sleep between."""
-    methods = ("ngram", "draft_model")
-    drafted = [replace(one, speculative_method=method) for method in methods for one in (GREEDY, SEEDED, EDITED)]
-    params = [
-        *drafted,
-        replace(GUIDED, speculative_method="ngram"),
-        *(replace(one, num_draft_tokens=0) for one in KINDS),
-    ]
-    texts = [prompts[4 + index % 8] for index in range(len(params))]
-    expected = run_all(make_engine(llama), texts, [replace(one, speculative_method=None) for one in params])
-    speculation = speculation_config(",".join(methods), throttle="off", ngram_min=1, draft_model=str(llama))
-    cache = {"num_blocks": 26, "host_memory_bytes": 1 << 20}
-    sizes = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size=tensor_parallel_size)
-    engine = make_engine(llama, {"max_model_len": 128}, cache, NARROW, speculation, parallel=sizes)
-    try:
-        first, second = engine.memory_plan.stages
-        assert first.bytes_per_block > second.bytes_per_block and first.weight_bytes > second.weight_bytes
-        recorder = record(engine)
-        same(run_all(engine, texts, params), expected)
-        assert recorder.num_drafts > 100 and recorder.num_resumed > 0
-        for control in (Control(SLEEP, 1), Control(WAKE_UP)):
-            order = engine.post(control)
-            run_steps(engine, {})
-            order.wait()
-        same(run_all(engine, texts[1::3], params[1::3]), expected[1::3])
-    finally:
-        engine.close()
-
-
-def drafts_of(engine: Engine, texts: list[list[int]], params: list[SamplingParams]) -> dict[tuple[int, int], Any]:
-    """Drafts and their parents after each step, by request and its number of tokens."""
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        assign = engine._drafting.assign
-
-        def note(step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
-            assign(step, drafts, result)
-            for one in step.requests:
-                if one.draft_token_ids:
-                    found[one.handle, one.num_tokens] = list(one.draft_token_ids), list(one.draft_parents)
-
-        patch.setattr(engine._drafting, "assign", note)
-        run_all(engine, texts, params)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("sizes", "make_head", "num_blocks"),
-    [
-        (ParallelConfig(pipeline_parallel_size=3, pipeline_layers="1,2,1"), make_eagle3, 40),
-        (ParallelConfig(2, pipeline_parallel_size=2), make_eagle, NUM_WINDOWED),
-    ],
-    ids=["three stages", "two of two ranks with windows"],
-)
-def test_heads_in_stages(
-    sizes: ParallelConfig, make_head: MakeHead, num_blocks: int, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    """Heads draft what they draft in one process; EAGLE-3 reads layers of other stages. Then they are prompted, and all
-    stages move the accepted branches of trees, beside other requests, as above."""
-    make_model = make_tiny_windowed if num_blocks == NUM_WINDOWED else partial(make_tiny_llama, num_layers=4)
-    model = make_model(tmp_path / "model")
-    methods = ("medusa", "mtp", "eagle")
-    heads = {
-        "medusa_heads": make_medusa(model, tmp_path / "medusa"),
-        "mtp_module": make_mtp(model, tmp_path / "mtp"),
-        "eagle_head": make_head(model, tmp_path / "eagle"),
-    }
-    drafted = [replace(one, speculative_method=method) for method in methods for one in (GREEDY, SEEDED, EDITED)]
-    params = [
-        *drafted,
-        replace(GUIDED, speculative_method="medusa"),
-        *(replace(one, num_draft_tokens=0) for one in KINDS),
-    ]
-    texts = [prompts[4 + index % 8] for index in range(len(params))]
-    expected = run_all(make_engine(model), texts, [replace(one, speculative_method=None) for one in params])
-    speculation = speculation_config(
-        ",".join(methods), throttle="off", **EAGLE, **{name: str(folder) for name, folder in heads.items()}
-    )
-    once = texts[: len(drafted)], [replace(one, max_tokens=6) for one in drafted]
-    drafts = drafts_of(make_engine(model, scheduler=WIDER, speculation=speculation), *once)
-    engine = make_engine(model, {"max_model_len": 128}, {"num_blocks": num_blocks}, WIDER, speculation, parallel=sizes)
-    try:
-        of_layer = 8 * 2 * 2 * 16 * 4  # tokens, keys and values of two heads of 16 features in fp32
-        of_stages = [stage.draft_block_bytes for stage in engine.memory_plan.stages]
-        assert of_stages == [2 * of_layer, *[0] * (len(of_stages) - 1)], "MTP's and EAGLE's layer, whole on every rank"
-        found = drafts_of(engine, *once)  # not after a step that leaves no blocks to draft in
-        assert found == {key: drafts[key] for key in found} and len(found) > 3 * len(drafted)
-        prompter = Prompter(
-            {place: [*text, *told.token_ids] for place, (text, told) in enumerate(zip(texts, expected))}, rate=0.95
-        )
-        prompter.attend(engine)
-        recorder = record(engine)
-        same(run_all(engine, texts, params), expected)
-        assert recorder.most_underway == sizes.pipeline_parallel_size and recorder.num_resumed > 0
-        assert recorder.num_moved > 3
-    finally:
-        engine.close()
-
-
-def test_stages_move_branches_of_requests_that_have_kept_their_blocks() -> None:
-    """Blocks of the others may be in use already; a path that needs no moves is not told either."""
-    inputs, empty = StepInputs(has_stages=True), ScheduledStep()
-    kinds = (RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED, RequestStatus.RUNNING)
-    requests = [Request([5, 6], GREEDY, draft_token_ids=[7, 8, 9], draft_parents=[-1, -1, 1]) for _ in kinds]
-    step = ScheduledStep.of([ScheduledRequest(one, 1, 4, True, 3) for one in requests])
-    assert inputs.build(1, step).accepted == []
-    for request, kind in zip(requests, kinds):
-        request.status = kind
-    inputs.note_accepted(1, step, {0: [0, 2, 3], 1: [0, 2], 2: [0, 2], 3: [0, 1]})
-    assert inputs.build(2, empty).accepted == [AcceptedBranches(1, {0: [0, 2, 3]})]
-    assert inputs.build(3, empty).accepted == []
 
 
 @pytest.mark.parametrize(
