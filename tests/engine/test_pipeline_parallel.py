@@ -29,6 +29,7 @@ from slipstream.engine.ranks import LeadingWorker
 from slipstream.nn.spec import read_spec
 from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.stages import balanced
+from speculation_config import speculation_config
 from stage_recorder import KINDS, LOGPROBS, NARROW, record, same
 from tiny_checkpoints import make_checkpoint
 from tiny_model import make_tiny_llama, save_tokenizer
@@ -190,6 +191,15 @@ def test_a_stage_plans_for_its_layers(llama: Path) -> None:
     assert two.num_blocks == whole.num_blocks, "as many as max_num_seqs needs"
     said = str(two)
     assert "stage 0: layers 0 to 0" in said and "stage 1: layers 1 to 3" in said and not whole.stages
+
+
+def test_the_cut_counts_drafters(llama: Path, tmp_path: Path) -> None:
+    deep = make_tiny_llama(tmp_path, num_layers=8)
+    drafting = speculation_config("draft_model", draft_model=str(llama))
+    plain, drafted = plan(deep, TWO), plan(deep, TWO, speculation=drafting)
+    assert [len(stage.layers) for stage in plain.stages] == [3, 5]
+    assert [len(stage.layers) for stage in drafted.stages] == [1, 7]
+    assert str(drafted).count("KV pool, ") == 1 and "of it the drafter's" in str(drafted)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
     dtype = resolve_dtype(config.model.dtype, spec, device)
     kv_dtype = resolve_kv_dtype(config.cache.dtype, spec, device, dtype, config.cache.block_size)
     parallel = _first_rank(config, device)
-    parallel = replace(parallel, layers=stage_layers(config, spec, dtype, parallel))
+    is_cut = config.parallel.pipeline_parallel_size > 1
+    draft_bytes = draft_memory(config, spec, device, dtype, kv_dtype, parallel).weight_bytes if is_cut else 0
+    parallel = replace(parallel, layers=stage_layers(config, spec, dtype, parallel, draft_bytes))
     hardware = Hardware(device, dtype, kv_dtype, parallel)
     if config.model.deterministic:
         _check_deterministic(config, spec, hardware)

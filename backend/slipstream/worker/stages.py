@@ -18,8 +18,11 @@ from slipstream.nn.spec import DecoderSpec
 FIELD = "pipeline_parallel_size"
 
 
-def stage_layers(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, parallel: Parallel) -> tuple[int, ...]:
+def stage_layers(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, parallel: Parallel, draft_bytes: int
+) -> tuple[int, ...]:
     """Numbers of layers of the stages, empty for one stage. parallel: a rank of the first stage, which names none yet.
+    draft_bytes: weights of drafters, which are that stage's.
 
     Raises ConfigError for more stages than layers, for numbers that are not those of the model, and for what stages
     cannot do.
@@ -35,7 +38,7 @@ def stage_layers(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, pa
         decoder = planned_model(config.model, spec, dtype, META, parallel)
         costs = [sum(tensor.nbytes for tensor in layer.tensors()) for layer in decoder.layers]
         ends = sum(tensor.nbytes for tensor in decoder.tensors()) - sum(costs)
-        return balanced(costs, ends, num_stages)
+        return balanced(costs, ends + draft_bytes, num_stages)
     layers = tuple(int(count) for count in asked.split(","))
     if len(layers) != num_stages or sum(layers) != spec.num_layers:
         accepted = f"{num_stages} numbers of layers, together {spec.num_layers}"
