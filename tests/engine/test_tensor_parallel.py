@@ -121,8 +121,9 @@ def test_ranks_of_layers_with_windows(tmp_path: Path, prompts: list[list[int]]) 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("two", [TWO, ParallelConfig(pipeline_parallel_size=2)], ids=["ranks", "stages"])
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": "off"}, {"quantization": "fp8"}])
-def test_two_gpus(options: dict[str, object], tmp_path: Path) -> None:
+def test_two_gpus(options: dict[str, object], two: ParallelConfig, tmp_path: Path) -> None:
     """In bf16 sums of two round otherwise than one, so the first tokens' log-probabilities are compared; two GPUs
     repeat themselves."""
     model = make_tiny_llama(tmp_path, head_dim=64, num_layers=4, hidden_size=256)
@@ -130,14 +131,14 @@ def test_two_gpus(options: dict[str, object], tmp_path: Path) -> None:
     params = replace(GREEDY, logprobs=1)
     on_gpu = {"device": "cuda:0", "dtype": "bfloat16", **options}
     told = []
-    for parallel in (ParallelConfig(), TWO):
+    for parallel in (ParallelConfig(), two):
         engine = make_engine(model, on_gpu, {"block_size": 64, "num_blocks": 128}, parallel=parallel)
         told.append([run_all(engine, texts, params) for _ in range(2)])
         engine.close()
-    (one, _), (two, again) = told
-    assert [found.token_ids for found in two] == [found.token_ids for found in again]
+    (alone, _), (once, again) = told
+    assert [found.token_ids for found in once] == [found.token_ids for found in again]
     most = 0.5 if "quantization" in options else 0.1
-    assert all(abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < most for a, b in zip(one, two))
+    assert all(abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < most for a, b in zip(alone, once))
 
 
 def test_a_rank_that_fails_before_it_meets_the_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from slipstream.engine import ranks
 from slipstream.worker import cuda_graphs, model_runner
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.launched_step import ComputedRows
@@ -59,6 +60,14 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
     monkeypatch.setattr(HeadGraphs, "capture", torch.inference_mode()(capture_heads))
     monkeypatch.setattr(HeadGraphs, "seconds", lambda heads: {})
     monkeypatch.setattr(cuda_graphs, "seconds_of", seconds_of)
+
+
+def rehearse_graphs_of_ranks(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """The same in the processes of the other ranks."""
+    rehearse_graphs(monkeypatch, sizes)
+    start, main = ranks._START.split("; from ")
+    rehearsal = f"import pytest, rehearsed_graphs as r; r.rehearse_graphs(pytest.MonkeyPatch(), {sizes})"
+    monkeypatch.setattr(ranks, "_START", f"{start}; {rehearsal}; from {main}")
 
 
 def seconds_of(run: Callable[[], object]) -> float:

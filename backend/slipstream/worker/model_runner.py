@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from slipstream_kernels import ops
@@ -96,7 +97,6 @@ class ModelRunner:
         pool = allocate_pool(spec.of_stage(parallel).of_rank(parallel), hardware, plan, scales, groups)
         model.kv_groups = groups.of_layers
         self._kv_caches = pool.layers
-        self._stage = PipelineStage(model, pool.layers, parallel) if parallel.num_stages > 1 else None
         of_groups = compactions(pool, groups, device)
         self._branches: BranchMoves | None = None
         if parallel.num_stages > 1:
@@ -110,10 +110,16 @@ class ModelRunner:
         self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
         finish_phase(phases, "KV pool", device)
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
-        refusal = refusal if self._stage is None else "the model has several stages"
+        if parallel.num_stages > 1 and config.speculation.loaded:  # the first drafts, but all have the same graphs
+            refusal = "the model has several stages, and steps may have drafts"
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
         limits, num_groups = (tables.max_blocks, plan.max_model_len), plan.groups.num_groups
+        self._stage: PipelineStage | None = None
+        if parallel.num_stages > 1:
+            make = partial(StepGraphs, shapes, *limits, device=device, num_groups=num_groups)
+            self._stage = PipelineStage(model, pool.layers, parallel, make)
+            shapes, sizes = [], ()
         self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups)
         prompts = [] if drafts.reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *limits, self._run_last, device, num_groups)
@@ -135,6 +141,8 @@ class ModelRunner:
         self._parallel.decide(None)  # waits until every rank has loaded: one that cannot load breaks this, and no more
         self._warm_up(config)
         finish_phase(phases, "warm-up", self._device)
+        if self._stage is not None:
+            self._stage.graphs.capture()
         self._prompt_graphs.capture()
         self._graphs.capture(beside=self._prompt_graphs)
         if self._adapters is not None and self._adapters.graphs is not None:
@@ -192,9 +200,10 @@ class ModelRunner:
         with_adapters = None if self._adapters is None else self._adapters.tensors(step, states, arrays)
         if with_adapters is not None:
             return with_adapters
-        shape = self._graphs.shape_for(arrays)
+        graphs = self._graphs if self._stage is None else self._stage.graphs
+        shape = graphs.shape_for(arrays)
         if shape is not None:
-            return StepTensors(self._graphs.load(shape, arrays), shape)
+            return StepTensors(graphs.load(shape, arrays), shape)
         if not self._samples_last_only(step, states, arrays):
             return StepTensors(self._builder.tensors(arrays))
         prompt_shape = self._prompt_graphs.shape_for(arrays)
@@ -210,7 +219,7 @@ class ModelRunner:
         if self._stage is not None:
             adapters = self._adapters if tensors.has_adapters else None
             with nullcontext() if adapters is None else adapters.applied(len(tensors.batch.token_ids)):
-                self._stage.launch(tensors.batch, tensors.is_last_only)
+                self._stage.launch(tensors.batch, tensors.is_last_only, tensors.graph)
             return self._stage.no_rows()
         if tensors.has_adapters:
             assert self._adapters is not None
@@ -327,6 +336,8 @@ class ModelRunner:
             logits = self._model.logits(hidden[:1])
             if checks_weights and not logits.isfinite().all():
                 raise refuse_without_numbers(config.model, self._model.context.dtype)
+        if is_gpu and self._stage is not None:
+            self._stage.graphs.warm_up()
         if is_gpu and not self._parallel.stage:
             logits.argmax(dim=-1)
             _draw_once(logits)

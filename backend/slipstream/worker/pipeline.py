@@ -7,7 +7,7 @@ may be in the stages meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,29 +15,48 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.parallel import Parallel, Pipe
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.graph_shapes import GraphShape
+from slipstream.worker.stage_graphs import StageGraphs
+
+MakeGraphs = Callable[[Callable[[ForwardBatch], torch.Tensor]], StepGraphs[GraphShape]]
 
 
 class PipelineStage:
-    """kv_caches: of the stage's layers."""
+    """kv_caches: of the stage's layers. make_graphs: graphs of what is given; graphs: of the stage's part of a step."""
 
-    def __init__(self, model: Decoder, kv_caches: Sequence[LayerCache], parallel: Parallel) -> None:
+    def __init__(
+        self, model: Decoder, kv_caches: Sequence[LayerCache], parallel: Parallel, make_graphs: MakeGraphs
+    ) -> None:
         assert parallel.pipe is not None, "a stage without the others holds weights, and does not compute"
         self._model, self._kv_caches = model, kv_caches
         self._pipe: Pipe = parallel.pipe
         self.is_first, self._is_last = parallel.stage == 0, parallel.stage == parallel.num_stages - 1
+        # the first stage reads a step's tensors again in `finish`, while others are underway
+        num_sets = parallel.num_stages if self.is_first else 1
+        self.graphs = StageGraphs([make_graphs(self._compute_padded) for _ in range(num_sets)])
+        most = max((shape.num_tokens for shape in self.graphs.shapes), default=0)
+        self._arrived = self._rows(0 if self.is_first else most).zero_()  # what graphs read
 
-    def launch(self, batch: ForwardBatch, is_last_only: bool) -> None:
+    def launch(self, batch: ForwardBatch, is_last_only: bool, graph: GraphShape | None = None) -> None:
         """Receive, unless it is the first stage, compute and send on. is_last_only: the last layer computes only rows
-        of batch.logits_indices."""
-        model = self._model
-        if self.is_first:
-            hidden = model.embedding(batch.token_ids, batch.given)
-        else:
-            num_features = model.num_features_before(model.own_indices.start)
-            hidden = self._pipe.receive(self._rows(len(batch.token_ids) * (1 + num_features)))
-        hidden = model.forward_stage(hidden, batch, self._kv_caches, is_last_only and self._is_last)
+        of batch.logits_indices. graph: that the batch is padded for."""
+        num_rows, received = len(batch.token_ids), None
+        if not self.is_first:
+            num_features = self._model.num_features_before(self._model.own_indices.start)
+            place = self._rows(num_rows * (1 + num_features)) if graph is None else self._arrived[:num_rows]
+            received = self._pipe.receive(place)
+        hidden = self._compute(batch, received, is_last_only) if graph is None else self.graphs.replay(graph)
         if len(hidden):  # no row is wanted of the middle of a prompt
             self._pipe.send(hidden)
+
+    def _compute(self, batch: ForwardBatch, received: torch.Tensor | None, is_last_only: bool) -> torch.Tensor:
+        hidden = self._model.embedding(batch.token_ids, batch.given) if received is None else received
+        return self._model.forward_stage(hidden, batch, self._kv_caches, is_last_only and self._is_last)
+
+    def _compute_padded(self, batch: ForwardBatch) -> torch.Tensor:
+        received = None if self.is_first else self._arrived[: len(batch.token_ids)]
+        return self._compute(batch, received, is_last_only=False)
 
     def finish(self, batch: ForwardBatch, is_last_only: bool) -> torch.Tensor:
         """On the first stage: the final hidden states of the oldest step that is not finished, as Decoder.forward's or
