@@ -5,7 +5,8 @@
 
 The real scheduler, worker, batch and sampler run with overlapped scheduling, as on a GPU, and a step's arrays are
 written as a CUDA graph's inputs are; the model itself returns constants. Not in it: launches of kernels, copies to and
-from the device, the output thread. Greedy requests of 1,000 tokens of prompt.
+from the device, the output thread. Greedy requests of 1,000 tokens of prompt; their logits are a few columns wide,
+because the search of the largest, which a CPU would do on this thread, is the device's work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from slipstream.nn.batch import ForwardBatch  # noqa: E402
 from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
 
-PROMPT, WIDTH, VOCABULARY = 1000, 64, 512
+PROMPT, WIDTH, VOCABULARY, NUM_LOGITS = 1000, 64, 512, 4
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": WIDTH,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64,
@@ -68,7 +69,7 @@ class HostBench:
             self.engine = Engine(config_from_values(values))
         runner: Any = self.engine.worker.runner  # type: ignore[attr-defined]
         model = runner.model
-        logits = torch.zeros(max_num_seqs, VOCABULARY)
+        logits = torch.zeros(max_num_seqs, NUM_LOGITS)
         logits[:, 1] = 1.0
         model.forward = lambda batch, _: _zeros(len(batch.token_ids))
         model.forward_last = lambda batch, _: _zeros(len(batch.logits_indices))
