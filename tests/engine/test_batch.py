@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -78,6 +79,29 @@ def test_batches_of_random_lives(seed: int) -> None:
         gone = [request for request in pool if dice.random() < 0.05]
         builder.tables.drop([request.sequence_id for request in gone])
         pool = [_new_request(dice) if request in gone else request for request in pool]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decodes_are_built_as_any_other_step(seed: int) -> None:
+    """Requests decode on together, change places, leave, join and come back with other blocks."""
+    dice = random.Random(seed)
+    block_size = dice.choice([1, 4, 16])
+    builder, inputs = BatchBuilder(block_size, BlockTables.sized(8, 400, block_size), CPU), StepInputs()
+    pool, chosen = [_new_request(dice) for _ in range(10)], []
+    for _ in range(100):
+        if not chosen or dice.random() < 0.3:
+            chosen = dice.sample(pool, dice.randrange(1, 9))
+        for request in chosen:
+            request.num_computed_tokens = request.num_tokens - 1
+            while len(request.block_ids) * block_size < request.num_tokens:
+                request.block_ids.append(dice.randrange(10_000))
+        step = ScheduledStep.of([ScheduledRequest(one, one.num_computed_tokens, 1, True) for one in chosen])
+        message = inputs.build(0, step)
+        _check(_build(builder, message), step, block_size)
+        arrays = builder.arrays(message)
+        assert arrays.is_decode and builder.arrays(replace(message, samples=[False] * len(chosen))).is_decode is False
+        for row in step.rows:
+            _live_on(dice, row)
 
 
 def _build(builder: BatchBuilder, step: StepInput) -> ForwardBatch:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, Told, announce, make_engine, model_worker, run_all, run_steps
@@ -23,6 +24,7 @@ from slipstream.worker.graph_shapes import (
     graph_sizes,
     slower_than_larger,
 )
+from slipstream.worker.input_batch import StepArrays
 from slipstream.worker.memory_plan import MemoryPlan
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
@@ -118,6 +120,71 @@ def test_padding_writes_nothing_and_sees_nothing() -> None:
     full = graphs.load(GraphShape(4, 1, 4), step_of([1, 1, 1]))
     assert full.query_start_loc.tolist() == [0, 1, 2, 3, 4] and full.tree_mask is None
     assert full.num_decode_requests == 4 and full.num_decode_tokens == 4 and full.max_query_len == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_static_tensors_are_those_of_a_first_step(seed: int) -> None:
+    """Requests join and leave, tables widen, prompts and trees come between: as if nothing had been loaded before."""
+    dice = np.random.default_rng(seed)
+    shapes, num_groups = graph_shapes((1, 4, 8), DraftLayout(3, has_trees=True)), 1 + seed % 2
+    kept = StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU, num_groups)
+    count = width = num_decodes = 0
+    for _ in range(150):
+        if dice.random() < 0.3:
+            count, width = int(dice.integers(1, 9)), int(dice.integers(1, 17))
+        is_decode = count > 0 and dice.random() < 0.8
+        lengths = [1] * count if is_decode else dice.integers(1, 4, size=int(dice.integers(1, 9))).tolist()
+        step = _random_step(dice, lengths, max(1, width), num_groups, tree=not is_decode and dice.random() < 0.5)
+        if is_decode and count > 1 and dice.random() < 0.2:  # the last token of a chunk: not sampled
+            step = replace(step, logits_indices=step.logits_indices[:-1])
+        shape = kept.shape_for(step)
+        assert shape == kept._smallest_for(step) is not None
+        found = kept.load(shape, step)
+        fresh = StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU, num_groups).load(shape, step)
+        for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "logits_indices"):
+            assert torch.equal(getattr(found, name), getattr(fresh, name)), name
+        assert (found.tree_mask is None) == (fresh.tree_mask is None)
+        assert found.tree_mask is None or torch.equal(found.tree_mask, fresh.tree_mask)
+        rows, columns = step.block_tables.shape
+        for group, tables in enumerate([step.block_tables, *([] if num_groups == 1 else step.other_tables)]):
+            own, first = found.of_group(group), fresh.of_group(group)
+            assert own.block_tables[:rows, :columns].tolist() == tables.tolist()
+            assert torch.equal(own.slot_mapping, first.slot_mapping)
+        num_decodes += is_decode
+    assert num_decodes > 50
+
+
+def _random_step(
+    dice: np.random.Generator, lengths: list[int], width: int, num_groups: int, tree: bool = False
+) -> StepArrays:
+    total, count, num_others = sum(lengths), len(lengths), num_groups - 1
+    others, slots = dice.integers(99, size=(num_others, count, width)), dice.integers(99, size=(num_others, total))
+    return replace(
+        step_of(lengths, tree=tree),
+        token_ids=dice.integers(99, size=total),
+        positions=dice.integers(99, size=total),
+        slot_mapping=dice.integers(99, size=total),
+        seq_lens=dice.integers(99, size=count).astype(np.int32),
+        block_tables=dice.integers(99, size=(count, width)).astype(np.int32),
+        other_tables=others.astype(np.int32) if num_others else None,
+        other_slots=slots if num_others else None,
+    )
+
+
+def test_a_step_on_its_way_to_the_device_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a copy may still read its memory when the next step is loaded: each step has memory of its own."""
+    graphs, sources, copy = _graphs(graph_shapes((4,))), [], torch.Tensor.copy_
+
+    def noting(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:
+            sources.append((source, source.clone()))
+        return copy(tensor, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noting)
+    for first in range(5):
+        graphs.load(GraphShape(4, 1, 4), replace(step_of([1, 1, 1]), positions=np.arange(3) + first))
+    assert len({source.data_ptr() for source, _ in sources}) == len(sources) == 5
+    assert all(torch.equal(source, then) for source, then in sources)
 
 
 def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

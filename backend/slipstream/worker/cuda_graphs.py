@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -34,30 +35,60 @@ TIMED_CONTEXT = 1024
 Shape = TypeVar("Shape", bound=StepShape)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Views for steps of one shape, number of requests and width of block tables, which decodes keep for many steps.
+
+    host_tables, host_bytes: of the tables and of all that is copied, on the host. arriving: its place on the device.
+    narrow, wide: there, the tables as they arrive and as the graphs read them.
+    """
+
+    shape: StepShape
+    table_size: tuple[int, ...]
+    host_tables: np.ndarray
+    host_bytes: torch.Tensor
+    arriving: torch.Tensor
+    narrow: torch.Tensor
+    wide: torch.Tensor
+
+
 class StaticTensors:
     """The inputs of the graphs. One copy from the host brings them; a second copy, on the device, widens the block
-    tables, which arrive as wide as the step needs."""
+    tables, which arrive as wide as the step needs.
+
+    The host keeps the bytes of the last step, so that a decode that follows a decode writes only what differs. The
+    device copies from pinned memory that is each step's own: nothing that it may still read is written again.
+    """
 
     def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
         self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
         self._num_requests = max((shape.num_requests for shape in shapes), default=0)
-        self._num_columns = 4 + num_groups
+        num_columns = 4 + num_groups
         # of 64 bits; then 32-bit ones: starts and lengths, then tables
-        self._num_words = self._num_columns * self._num_tokens
-        self._num_fixed_bytes = self._num_words * 8 + (2 * self._num_requests + 1) * 4
+        num_words = num_columns * self._num_tokens
+        self._num_fixed_bytes = num_words * 8 + (2 * self._num_requests + 1) * 4
         num_bytes = self._num_fixed_bytes + num_groups * self._num_requests * max_blocks * 4
         self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        words = self._arriving[: self._num_words * 8].view(torch.int64).view(self._num_columns, self._num_tokens)
+        words = self._arriving[: num_words * 8].view(torch.int64).view(num_columns, self._num_tokens)
         self.token_ids, self.positions, self.logits_indices, self.tree_mask = words[:4]
         self.slot_mappings = words[4:]  # of each KV group
         self.slot_mappings.fill_(-1)
         self.tree_mask.fill_(1)
-        halves = self._arriving[self._num_words * 8 :].view(torch.int32)
+        halves = self._arriving[num_words * 8 :].view(torch.int32)
         self.query_start_loc = halves[: self._num_requests + 1]
         torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before the first step all requests are padding
         self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         self._arriving_tables = halves[2 * self._num_requests + 1 :]
         self.block_tables = torch.zeros(num_groups, self._num_requests, max_blocks, dtype=torch.int32, device=device)
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8)
+        view = self._host.numpy()
+        self._host_words = view[: num_words * 8].view(np.int64).reshape(num_columns, self._num_tokens)
+        host_halves = view[num_words * 8 :].view(np.int32)
+        self._host_starts = host_halves[: self._num_requests + 1]
+        self._host_seq_lens = host_halves[self._num_requests + 1 : 2 * self._num_requests + 1]
+        self._host_tables = host_halves[2 * self._num_requests + 1 :]
+        self._layout: _Layout | None = None  # of the last step
+        self._is_decode = False  # whether that was one
 
     def pretend(self, shape: StepShape, context: int, plan: MemoryPlan) -> None:
         """Fill the tensors for timing: each request of a shape has `context` cached tokens, or as many as fit, and the
@@ -81,12 +112,48 @@ class StaticTensors:
             tensor.zero_()
 
     def load(self, shape: StepShape, step: StepArrays) -> None:
+        layout, last, was_decode = self._layout_of(shape, step), self._layout, self._is_decode
+        self._layout, self._is_decode = layout, step.is_decode
+        if layout is last and was_decode and step.is_decode:
+            self._write_decode(step)
+        else:
+            self._write(shape, step)
+        layout.host_tables[0] = step.block_tables
+        if step.other_tables is not None:
+            layout.host_tables[1:] = step.other_tables
+        staging = torch.empty(len(layout.host_bytes), dtype=torch.uint8, pin_memory=self._arriving.is_cuda)
+        staging.copy_(layout.host_bytes)
+        layout.arriving.copy_(staging, non_blocking=True)
+        layout.wide.copy_(layout.narrow)
+
+    def _layout_of(self, shape: StepShape, step: StepArrays) -> _Layout:
         count, width = step.block_tables.shape
-        num_groups, num_entries = len(self.block_tables), len(self.block_tables) * count * width
+        size, last = (len(self.block_tables), count, width), self._layout
+        if last is not None and last.shape == shape and last.table_size == size:
+            return last
+        num_entries = len(self.block_tables) * count * width
         num_bytes = self._num_fixed_bytes + num_entries * 4
-        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arriving.is_cuda)
-        view = staging.numpy()
-        words = view[: self._num_words * 8].view(np.int64).reshape(self._num_columns, self._num_tokens)
+        return _Layout(
+            shape=shape,
+            table_size=size,
+            host_tables=self._host_tables[:num_entries].reshape(size),
+            host_bytes=self._host[:num_bytes],
+            arriving=self._arriving[:num_bytes],
+            narrow=self._arriving_tables[:num_entries].view(size),
+            wide=self.block_tables[:, :count, :width],
+        )
+
+    def _write_decode(self, step: StepArrays) -> None:
+        """After a decode of the same layout: starts, rows to sample, masks and padding are there."""
+        count, words = len(step.token_ids), self._host_words
+        words[0, :count] = step.token_ids
+        words[1, :count] = step.positions
+        words[4, :count] = step.slot_mapping
+        if step.other_slots is not None:
+            words[5:, :count] = step.other_slots
+        self._host_seq_lens[:count] = step.seq_lens
+
+    def _write(self, shape: StepShape, step: StepArrays) -> None:
         tree_mask = step.tree_mask if step.tree_mask is not None else _chain_masks(step) if shape.is_tree else None
         for row, (values, padding) in enumerate(
             (
@@ -98,22 +165,15 @@ class StaticTensors:
                 *((slots, -1) for slots in (() if step.other_slots is None else step.other_slots)),
             )
         ):
-            words[row, : len(values)] = values
-            words[row, len(values) : shape.num_tokens] = padding
-        halves = view[self._num_words * 8 :].view(np.int32)
-        starts, seq_lens = halves[: self._num_requests + 1], halves[self._num_requests + 1 : 2 * self._num_requests + 1]
-        starts[: count + 1] = step.query_start_loc
+            self._host_words[row, : len(values)] = values
+            self._host_words[row, len(values) : shape.num_tokens] = padding
+        count = len(step.seq_lens)
+        self._host_starts[: count + 1] = step.query_start_loc
         # Padding requests have one token each, while tokens are left, and attend to nothing.
         padding_starts = step.query_start_loc[-1] + np.arange(1, self._num_requests - count + 1)
-        starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
-        seq_lens[:count] = step.seq_lens
-        seq_lens[count:] = 0
-        tables = halves[2 * self._num_requests + 1 :].reshape(num_groups, count, width)
-        tables[0] = step.block_tables
-        if step.other_tables is not None:
-            tables[1:] = step.other_tables
-        self._arriving[:num_bytes].copy_(staging, non_blocking=True)
-        self.block_tables[:, :count, :width].copy_(self._arriving_tables[:num_entries].view(num_groups, count, width))
+        self._host_starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
+        self._host_seq_lens[:count] = step.seq_lens
+        self._host_seq_lens[count:] = 0
 
 
 def _chain_masks(step: StepArrays) -> np.ndarray:
@@ -142,6 +202,7 @@ class StepGraphs(Generic[Shape]):
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if shapes and device.type == "cuda" else None
         self._last_batch: tuple[Shape, int, ForwardBatch] | None = None
+        self._decode_shapes: dict[int, Shape | None] = {}  # by number of requests, as asked for
 
     @property
     def shapes(self) -> Sequence[Shape]:
@@ -153,6 +214,14 @@ class StepGraphs(Generic[Shape]):
 
     def shape_for(self, step: StepArrays) -> Shape | None:
         """The smallest graph that fits the step, or None."""
+        if not step.is_decode:
+            return self._smallest_for(step)
+        count = len(step.token_ids)  # all that matters of a decode
+        if count not in self._decode_shapes:
+            self._decode_shapes[count] = self._smallest_for(step)
+        return self._decode_shapes[count]
+
+    def _smallest_for(self, step: StepArrays) -> Shape | None:
         return next((shape for shape in self._shapes if shape.holds(step)), None)
 
     def warm_up(self) -> None:
@@ -178,6 +247,7 @@ class StepGraphs(Generic[Shape]):
                 break
             kept += shapes
         self._shapes = kept
+        self._decode_shapes.clear()
 
     def capture(self, beside: StepGraphs[Any] | None = None) -> None:
         """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode.
@@ -221,6 +291,7 @@ class StepGraphs(Generic[Shape]):
 
     def drop(self, shapes: Collection[Shape]) -> None:
         self._shapes = [shape for shape in self._shapes if shape not in shapes]
+        self._decode_shapes.clear()
         for shape in shapes:
             del self._graphs[shape]
 

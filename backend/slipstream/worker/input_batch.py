@@ -57,10 +57,14 @@ class BlockTables:
 
     def extend(self, sequence_id: int, block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
-        if row is not None:
-            self._num_blocks[row] += _append(
-                self._table[: self.groups.num_full, row], int(self._num_blocks[row]), block_ids
-            )
+        if row is None:
+            return
+        start = int(self._num_blocks[row])
+        if len(block_ids) == self.groups.num_full == 1:  # nearly always
+            self._table[0, row, start] = block_ids[0]
+            self._num_blocks[row] = start + 1
+        else:
+            self._num_blocks[row] += _append(self._table[: self.groups.num_full, row], start, block_ids)
 
     def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
@@ -167,6 +171,11 @@ class StepArrays:
     other_slots: np.ndarray | None = None
     prompt_prefixes: tuple[int, ...] = ()
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request has one token, for which it samples: starts and logits_indices are then 0, 1, 2, …"""
+        return len(self.token_ids) == len(self.seq_lens) == len(self.logits_indices) and self.tree_mask is None
+
 
 class BatchBuilder:
     """Builds the ForwardBatch of each step for one device and one block size."""
@@ -193,6 +202,8 @@ class BatchBuilder:
         return batch_tensors(arrays, self._device)
 
     def arrays(self, step: StepInput, sampled: SampledTokens | None = None) -> StepArrays:
+        if len(step.token_ids) == len(step.sequence_ids) and not step.total_num_drafts and all(step.samples):
+            return self._decode_arrays(step, sampled)
         computed = np.array(step.num_computed_tokens, dtype=np.int64)
         lengths = np.array(step.num_scheduled_tokens, dtype=np.int64)
         num_requests = len(lengths)
@@ -205,12 +216,8 @@ class BatchBuilder:
         else:
             request_of_token = np.repeat(np.arange(num_requests), lengths)
             positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1])[request_of_token]
-        columns, offsets = positions // self._block_size, positions % self._block_size
-        slots = tables[request_of_token, columns].astype(np.int64) * self._block_size + offsets
-        other_slots, other_tables = None, self.tables.gather_others(step.sequence_ids, self._table_step)
-        if other_tables is not None:
-            blocks = np.stack([table[request_of_token, columns] for table in other_tables])
-            other_slots = blocks.astype(np.int64) * self._block_size + offsets
+        other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
+        slots, other_slots = self._slots(tables, other_tables, request_of_token, positions)
         num_logits = np.array(step.samples, dtype=np.int64)
         if step.total_num_drafts:
             num_logits *= 1 + np.array(step.num_drafts, dtype=np.int64)
@@ -237,6 +244,43 @@ class BatchBuilder:
             other_slots=other_slots,
             prompt_prefixes=tuple(computed[num_decodes:].tolist()),
         )
+
+    def _decode_arrays(self, step: StepInput, sampled: SampledTokens | None) -> StepArrays:
+        """`arrays` of a step in which every request has one token and samples, in a third of the operations."""
+        count = len(step.token_ids)
+        order, positions = np.arange(count), np.array(step.num_computed_tokens, dtype=np.int64)
+        tables = self.tables.gather(step.sequence_ids, self._table_step)
+        other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
+        slots, other_slots = self._slots(tables, other_tables, order, positions)
+        return StepArrays(
+            token_ids=np.array(step.token_ids, dtype=np.int64),
+            positions=positions,
+            query_start_loc=np.arange(count + 1, dtype=np.int32),
+            seq_lens=(positions + 1).astype(np.int32),
+            block_tables=tables,
+            slot_mapping=slots,
+            logits_indices=order,
+            max_query_len=1,
+            max_seq_len=max(step.num_computed_tokens) + 1,
+            num_decode_requests=count,
+            num_decode_tokens=count,
+            max_decode_query_len=1,
+            pending=_pending_tokens(step, order, sampled),
+            other_tables=other_tables,
+            other_slots=other_slots,
+        )
+
+    def _slots(
+        self, tables: np.ndarray, others: np.ndarray | None, request_of_token: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The slot of each token in the first group, and in the other groups if there are any."""
+        columns = positions // self._block_size
+        offsets = positions - columns * self._block_size
+        slots = tables[request_of_token, columns].astype(np.int64) * self._block_size + offsets
+        if others is None:
+            return slots, None
+        blocks = np.stack([table[request_of_token, columns] for table in others])
+        return slots, blocks.astype(np.int64) * self._block_size + offsets
 
 
 def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:

@@ -2,7 +2,7 @@
 
 Engine thread. A runner owns device memory and decides nothing about requests. `build`, `forward` and `sample` do not
 wait for the device, so that the next step can be built and launched while this one runs. Only the result of `sample`
-waits, for its own step.
+waits, for its own step. The caller of a step's parts holds torch.inference_mode.
 """
 
 from __future__ import annotations
@@ -172,7 +172,6 @@ class ModelRunner:
         """The static tensors of every graph of a verification, for drafting to be captured behind it."""
         return self._verifier.rows_of_graphs(self._graphs)
 
-    @torch.inference_mode()
     def build(self, step: StepInput, states: Sequence[RequestState], any_given: bool = False) -> StepTensors:
         """any_given: some request, perhaps not of this step, has brought embeddings."""
         enter_device(self._device)
@@ -212,7 +211,6 @@ class ModelRunner:
             return StepTensors(batch, None, prompt_shape, is_last_only=True)
         return StepTensors(self._builder.tensors(arrays), is_last_only=True)
 
-    @torch.inference_mode()
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]; of a
         model in stages none."""
@@ -232,13 +230,11 @@ class ModelRunner:
             return self._run_last(tensors.batch)
         return self._run_model(tensors.batch)
 
-    @torch.inference_mode()
     def finish(self, running: RunningStep) -> RunningStep:
         """With the hidden states, on the first of several stages; steps finish in the order of their launch."""
         assert self._stage is not None
         return replace(running, hidden=self._stage.finish(running.tensors.batch, running.tensors.is_last_only))
 
-    @torch.inference_mode()
     def sample(
         self, running: RunningStep, draft_probs: Mapping[int, torch.Tensor], masks: GrammarMasks | None = None
     ) -> LaunchedSample:
@@ -270,7 +266,6 @@ class ModelRunner:
         taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else NO_PROMPTS
         return LaunchedSample(tokens, taken)
 
-    @torch.inference_mode()
     def computed_rows(self, running: RunningStep, sample: LaunchedSample) -> ComputedRows:
         """The input of draft heads after `sample`; valid until the next `build`."""
         if sample.rows is not None:
@@ -281,7 +276,6 @@ class ModelRunner:
         next_ids, last = self._verifier.next_ids(running, drawn), tensors.batch.query_start_loc[1:].long() - 1
         return ComputedRows(tensors.batch, running.hidden, next_ids, last, None, tensors.graph)
 
-    @torch.inference_mode()
     def run_ahead(
         self, step: StepInput, behind: RunningStep, rows: ComputedRows, drafts: ops.DraftRows
     ) -> tuple[RunningStep, LaunchedSample]:

@@ -88,6 +88,7 @@ class ModelWorker:
     def info(self) -> WorkerInfo:
         return self._info
 
+    @torch.inference_mode()
     def execute(self, step: StepInput) -> None:
         for new in step.new_requests:
             self._add(new)
@@ -104,6 +105,7 @@ class ModelWorker:
         else:
             self._sample(running)
 
+    @torch.inference_mode()
     def sample(self, masks: GrammarMasks) -> None:
         if self._staged:
             self._staged[max(self._staged)].masks = masks
@@ -112,6 +114,7 @@ class ModelWorker:
         assert running is not None, "masks for a step that does not wait for them"
         self._sample(running, masks)
 
+    @torch.inference_mode()
     def execute_ahead(self, ahead: AheadInput) -> None:
         behind = self._launched[ahead.behind_id]
         assert behind.sample.rows is not None, "only a verification has another launched behind it"
@@ -206,6 +209,7 @@ class ModelWorker:
         if not self._hardware.parallel.stage:
             self._staged[running.step.step_id] = _Staged(running)
 
+    @torch.inference_mode()
     def _leave_stages(self, staged: _Staged) -> None:
         self._sample(self.runner.finish(staged.running), staged.masks)
         gone = [state.sequence_id for state in staged.running.states if self._states.get(state.sequence_id) is None]

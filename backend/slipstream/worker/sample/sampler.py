@@ -58,9 +58,11 @@ class PendingTokens:
     def result(self) -> Sampled:
         """Wait for this step, but not for those launched after it."""
         token_ids, *columns = self._copy.lists()
+        if not columns:
+            return Sampled(token_ids)
         params = [state.params for state in self._asked]
         num_top, asked = [p.logprobs or 0 for p in params], [p.logprob_token_ids for p in params]
-        found = read_columns(num_top, columns, asked if len(columns) > 5 else ()) if columns else []
+        found = read_columns(num_top, columns, asked if len(columns) > 5 else ())
         if self._logits is not None:
             wanting = [entry for entry, p in zip(found, params) if p.return_generation_logits]
             for entry, row in zip(wanting, self._logits.rows(), strict=True):
