@@ -18,6 +18,7 @@ from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
+from slipstream.core.speculation import Speculation
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 VOCAB = 1009
@@ -74,6 +75,7 @@ class FakeLLM:
         for request, found in zip(step.requests, drafts) if self.num_drafts else ():
             assert not request.num_output_placeholders or not found, "drafts for a request that runs ahead"
             request.draft_token_ids = [] if request.is_finished else found
+            request.speculation = request.speculation or Speculation("ngram", self.num_drafts, "exact")
         self.take(outputs)
         return outputs
 

@@ -10,6 +10,19 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 
 
+def note_start(stats: Stats, request: Request, num_looked_up: int, num_cached: int) -> None:
+    """Count the tokens looked up in the prefix cache and found there, and, when a request starts for the first time,
+    its prompt and how long it has waited."""
+    stats.add(Metric.PREFIX_QUERIES, num_looked_up)
+    stats.add(Metric.PREFIX_HITS, num_cached)
+    times = request.times
+    if times.first_scheduled_ns == 0:
+        times.first_scheduled_ns = time.time_ns()
+        stats.add(Metric.PROMPT_TOKENS, request.num_prompt_tokens)
+        if times.arrival_ns:
+            stats.observe(Metric.QUEUE_TIME, max(0, times.first_scheduled_ns - times.arrival_ns) * 1e-9)
+
+
 def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None:
     """Update each request's times and observe TTFT and ITL. Tokens of one step share the time since the last one."""
     latencies = stats.observations(Metric.ITL)
@@ -31,6 +44,12 @@ def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None
         if output.finish_reason is not None and output.request.search is None:
             note_lengths(stats, output.request)
     stats.add(Metric.GENERATION_TOKENS, num_generated)
+
+
+def note_decodes(stats: Stats, count: int, last_ns: int, now_ns: int) -> None:
+    """The same for `count` requests with one more token each, all `last_ns` after; their times are set already."""
+    stats.observations(Metric.ITL).extend([(now_ns - last_ns) * 1e-9] * count)
+    stats.add(Metric.GENERATION_TOKENS, count)
 
 
 def note_lengths(stats: Stats, request: Request) -> None:

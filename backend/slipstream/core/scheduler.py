@@ -18,12 +18,13 @@ from itertools import chain
 from operator import attrgetter
 
 from slipstream.core.adapters import AdapterSlots
-from slipstream.core.admission import check_fits, most_decodes, num_owed_blocks
+from slipstream.core.admission import check_capacity, check_fits, most_decodes, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
-from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.core.decode_run import DecodeRun
+from slipstream.core.errors import ConfigError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
-from slipstream.core.latencies import note_end, note_times
+from slipstream.core.latencies import note_end, note_start, note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
@@ -66,6 +67,8 @@ class Scheduler:
         self._never_evicts = config.policy == "guaranteed_no_evict"
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
+        self._run: DecodeRun | None = None  # of all running requests, while they only decode
+        self._num_decode_steps = 0  # with all running requests and no drafts, since `_running` changed
         self._num_added = 0
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
         self.prefill_budget = prefill_budget or PrefillBudget.of(config)
@@ -103,12 +106,7 @@ class Scheduler:
         """Queue all sequences of one client request, or none. Raises RequestError, CapacityError. now: monotonic s."""
         for request in requests:
             request.stop_conditions = check_fits(request, self.config, self.cache, self.max_model_len)
-        limit = self.config.max_waiting_requests + max(0, self._max_running - len(self._running))
-        if len(self._waiting) + len(requests) > limit:
-            raise CapacityError(
-                f"{len(self._waiting)} requests are waiting and {len(self._running)} running; "
-                f"max_waiting_requests={self.config.max_waiting_requests}, max_num_seqs={self.config.max_num_seqs}"
-            )
+        check_capacity(self, 0, len(requests))
         now = time.monotonic() if now is None else now
         for request in requests:
             self._num_added += 1
@@ -160,7 +158,9 @@ class Scheduler:
         self._num_turn_tokens -= num_reserved
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
-        if self._running:
+        if self._run is not None and self._run.schedule(step, budget):
+            budget -= len(step.requests)
+        elif self._running:
             budget = self._schedule_decodes(step, budget, prefills)
         self.prefill_budget.begin_step(step, len(self._waiting))
         can_admit = admits and bool(self._waiting) and not step.preempted
@@ -213,11 +213,11 @@ class Scheduler:
             request.num_output_placeholders = num_pending + 1
             budget -= num_new
             draft_budget -= num_new - 1
-        num_decodes = len(step.requests)
-        step.num_scheduled_tokens, step.num_drafts = [1] * num_decodes, [0] * num_decodes
-        for place, num_drafts in with_drafts:
-            step.num_scheduled_tokens[place], step.num_drafts[place] = 1 + num_drafts, num_drafts
-        step.samples = [True] * num_decodes
+        step.fill_decodes(with_drafts)
+        is_all = len(step.requests) == len(self._running) and not with_drafts and self.num_microbatches == 1
+        self._num_decode_steps += is_all
+        # a run is not worth making for a step or two
+        self._run = DecodeRun.after(step.requests, self.cache) if is_all and self._num_decode_steps == 2 else None
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -252,7 +252,8 @@ class Scheduler:
             num_new = self.prefill_budget.take(request.num_tokens - num_missing, num_missing, budget)
             if num_new <= 0:
                 break
-            if num_new < num_missing and not self._may_chunk(num_missing):
+            # without chunked prefill only a preempted request that outgrew the budget of a step is split
+            if num_new < num_missing <= self.config.max_num_batched_tokens and not self.config.enable_chunked_prefill:
                 self._num_turn_tokens = 0 if is_turn else num_missing
                 break
             del self._waiting[index]
@@ -288,6 +289,9 @@ class Scheduler:
         """
         self.prefill_budget.note_done(step)
         now_ns = time.time_ns()
+        run = step.run if step.run is self._run else None  # nobody has left since
+        if run is not None and (alike := run.commit(sampled_token_ids, now_ns, self.stats)) is not None:
+            return alike
         block_size = self.cache.block_size
         outputs: list[StepOutput] = []
         finished = RequestStatus.FINISHED
@@ -319,37 +323,29 @@ class Scheduler:
 
     # ---- parts
 
-    def _may_chunk(self, num_missing: int) -> bool:
-        """Without chunked prefill only a preempted request that outgrew the budget of a step is split."""
-        return self.config.enable_chunked_prefill or num_missing > self.config.max_num_batched_tokens
+    def _end_run(self) -> None:  # the running requests change
+        self._run, self._num_decode_steps = None, 0
 
     def _worst_blocks(self, request: Request) -> int:
         return self.cache.num_blocks_for(request.stop_conditions.max_len)
 
     def _num_spare_blocks(self, request: Request) -> int:
-        """Blocks that must stay free after this request is admitted.
-
-        max_utilization: one block per running request before a preempted one resumes, or it is preempted again at once.
-        """
+        """Blocks that must stay free after this request is admitted. max_utilization: one block per running request
+        before a preempted one resumes, or it is preempted again at once."""
         if self._never_evicts:
             return num_owed_blocks(request, self.cache, self._num_promised_blocks, self._worst_blocks(request))
         return len(self._running) * self.cache.groups.num_groups if request.num_preemptions else 0
 
     def _start(self, request: Request, prefix: list[FoundBlock]) -> None:
         num_cached = self.cache.admit(request, prefix)
-        self.stats.add(Metric.PREFIX_QUERIES, request.num_tokens if self.cache.enable_prefix_caching else 0)
-        self.stats.add(Metric.PREFIX_HITS, num_cached)
-        if request.times.first_scheduled_ns == 0:
-            request.times.first_scheduled_ns = now_ns = time.time_ns()
-            self.stats.add(Metric.PROMPT_TOKENS, request.num_prompt_tokens)
-            if request.times.arrival_ns:
-                self.stats.observe(Metric.QUEUE_TIME, max(0, now_ns - request.times.arrival_ns) * 1e-9)
+        note_start(self.stats, request, request.num_tokens if self.cache.enable_prefix_caching else 0, num_cached)
         request.status = RequestStatus.RUNNING
         request.queue_deadline = None
         self._num_promised_blocks += self._worst_blocks(request)
         if request.adapter is not None:
             request.adapter_slot = self.adapters.hold(request.adapter)
         insort(self._running, request, key=_sort_key)
+        self._end_run()
 
     def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> int:
         """Allocate blocks for a decode; if short, drop its drafts, then preempt the last request in order.
@@ -373,6 +369,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free a request's blocks and requeue it with its old sort_key; it recomputes all its tokens."""
         del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
+        self._end_run()
         self._give_back(request)
         request.note_preempted()
         self.stats.add(Metric.PREEMPTIONS)
@@ -392,6 +389,7 @@ class Scheduler:
         if index < len(queue) and queue[index] is request:  # else it was never added
             del queue[index]
         if is_running:
+            self._end_run()
             self._give_back(request)
         request.status = RequestStatus.FINISHED
         request.drop_drafts()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.core.adapters import Adapter
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.request import Request
+
+if TYPE_CHECKING:
+    from slipstream.core.decode_run import DecodeRun
 
 
 class ScheduledRequest(NamedTuple):
@@ -32,6 +35,7 @@ class ScheduledStep:
 
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
     adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at: of core/prefill_budget.py.
+    run: if its decodes go on alike. grown: of such decodes, all with new blocks since the step before.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -46,6 +50,8 @@ class ScheduledStep:
     num_decodes: int = 0
     prefill_weight: float = 0.0
     scheduled_at: float = 0.0
+    run: DecodeRun | None = None
+    grown: list[Request] = field(default_factory=list)
     _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -64,9 +70,17 @@ class ScheduledStep:
         self.samples.append(samples)
         self.num_drafts.append(num_drafts)
 
+    def fill_decodes(self, with_drafts: Sequence[tuple[int, int]] = ()) -> None:
+        """Give the requests so far a token each, which is sampled. with_drafts: (index, number of drafts)."""
+        count = len(self.requests)
+        self.num_scheduled_tokens, self.num_drafts, self.samples = [1] * count, [0] * count, [True] * count
+        for index, num_drafts in with_drafts:
+            self.num_scheduled_tokens[index], self.num_drafts[index] = 1 + num_drafts, num_drafts
+
     def add_prefill(self, request: Request, num_new: int, num_missing: int) -> None:
         """A chunk of a prompt, which samples if nothing is missing then; counts as computed."""
         samples = num_new == num_missing
+        self.run = None  # the step is no longer like the one before
         self.add(request, request.num_computed_tokens, num_new, samples)
         request.num_computed_tokens += num_new
         request.num_output_placeholders += samples

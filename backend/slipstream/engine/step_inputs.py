@@ -46,7 +46,7 @@ class StepInputs:
     ) -> StepInput:
         requests = step.requests
         new_requests: list[NewRequest] = []
-        block_ids = self._new_blocks(requests, new_requests)
+        block_ids = self._new_blocks(requests if step.run is None else step.grown, new_requests)
         total_num_drafts = sum(step.num_drafts)
         token_ids, pending = _token_ids(step)
         draft_parents = _draft_parents(step) if total_num_drafts else {}
@@ -183,6 +183,10 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
 def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
     """Token ids of all rows, and the indices of requests whose token is not known yet (its id is 0)."""
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
+    if step.run is not None and starts[0] >= len(
+        step.requests[0].token_ids
+    ):  # then so it is with all requests of a run
+        return [0] * len(starts), list(range(len(starts)))
     if step.total_num_scheduled_tokens == len(counts):  # one token per request
         ends = [len(request.token_ids) for request in step.requests]
         if all(map(ge, starts, ends)):

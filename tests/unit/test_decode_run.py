@@ -1,0 +1,187 @@
+"""Runs of decodes: what the scheduler does without a look at each request is what it does with one."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import pytest
+from fake_llm import FakeLLM, check_blocks, make_llm
+from slipstream.core.decode_run import DecodeRun
+from slipstream.core.kv_groups import KVGroups
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.stats import METRICS, MetricKind
+from slipstream.core.step import ScheduledStep
+from slipstream.engine.step_inputs import StepInputs
+
+MAX_LEN = 60
+
+
+def _ahead(num_ahead: int = 1, **config: object) -> FakeLLM:
+    llm = make_llm(max_model_len=MAX_LEN, **config)  # type: ignore[arg-type]
+    llm.num_ahead = num_ahead
+    return llm
+
+
+def _request(length: int, max_tokens: int = 30, num_eos: int = 0, **params: object) -> Request:
+    asked = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return Request([length] * length, asked, eos_token_ids=frozenset(range(num_eos)))
+
+
+def _add(llm: FakeLLM, *requests: Request) -> list[Request]:
+    for request in requests:
+        llm.scheduler.add(request)
+    return list(requests)
+
+
+def _are_runs(llm: FakeLLM, num_steps: int) -> list[bool]:
+    for _ in range(num_steps):
+        llm.step()
+    return [step.run is not None for step in llm.steps[-num_steps:]]
+
+
+# ---- when there is one
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_from_the_third_step_of_decodes_on_until_the_last_tokens(num_ahead: int) -> None:
+    llm = _ahead(num_ahead)
+    _add(llm, _request(3, 9), _request(5, 30))
+    assert _are_runs(llm, 11 + num_ahead)[:3] == [False] * 3, "a prompt, and two steps that look"
+    runs = [step.run is not None for step in llm.steps]
+    assert runs[3:8] == [True] * 5 and not any(runs[8:9]), "the step that may end the first one looks"
+    llm.run()
+    assert any(step.run is not None for step in llm.steps[12:]), "another run with the second alone"
+
+
+def test_a_request_that_joins_or_leaves_ends_it() -> None:
+    llm = _ahead()
+    first, second = _add(llm, _request(3), _request(5))
+    assert _are_runs(llm, 5)[-1]
+    third = _add(llm, _request(7))[0]
+    assert _are_runs(llm, 1) == [False] and llm.steps[-1].requests == [first, second, third]
+    assert _are_runs(llm, 4) == [False, False, True, True]
+    llm.scheduler.finish(second, FinishReason.CANCELLED)
+    assert _are_runs(llm, 3) == [False, False, True] and llm.steps[-1].requests == [first, third]
+
+
+@pytest.mark.parametrize(
+    "wants_a_look",
+    [{"stop_words_ids": ((7, 8),)}, {"bad_words_ids": ((1, 2),)}],
+    ids=["stop words are matched token by token", "the last token has to be known"],
+)
+def test_none_with_a_request_that_needs_a_look(wants_a_look: dict[str, object]) -> None:
+    llm = _ahead()
+    _add(llm, _request(3), _request(5, **wants_a_look))
+    assert not any(_are_runs(llm, 12))
+
+
+def test_none_with_speculation_or_a_grammar() -> None:
+    for name in ("speculation", "grammar_state"):
+        llm = _ahead()
+        _add(llm, _request(3), special := _request(5))
+        setattr(special, name, object())
+        llm.scheduler.planner.num_drafts = lambda request: 0  # type: ignore[method-assign]
+        assert not any(_are_runs(llm, 12))
+
+
+def test_a_step_of_a_run_looks_at_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = _ahead()
+    _add(llm, *(_request(3 + index, 40) for index in range(4)))
+    _are_runs(llm, 6)
+    monkeypatch.setattr(Scheduler, "_schedule_decodes", None)
+    assert all(_are_runs(llm, 10))
+
+
+# ---- it is the same
+
+
+@dataclass
+class _Told:
+    """What is to be the same: messages by step, outputs, requests, counters and observations."""
+
+    steps: list[object] = field(default_factory=list)
+    outputs: list[object] = field(default_factory=list)
+    states: list[object] = field(default_factory=list)
+    stats: dict[int, list[float]] = field(default_factory=dict)
+    num_runs: int = 0
+    num_preemptions: int = 0
+
+
+def _live(seed: int, num_ahead: int, windows: bool) -> _Told:
+    """Requests come, are cancelled, end by tokens and lengths, and are preempted where blocks are short."""
+    dice, told = random.Random(seed), _Told()
+    groups = KVGroups(1, 1, 8, max_step_tokens=24) if windows else KVGroups()
+    llm = _ahead(num_ahead, num_blocks=dice.choice([30, 45, 90]), groups=groups, max_num_batched_tokens=24)
+    requests: list[Request] = []
+    inputs = StepInputs(has_windows=windows)
+    schedule = llm.scheduler.schedule
+
+    def scheduled() -> ScheduledStep:
+        step = schedule()
+        if step.requests:
+            told.steps.append(_message({one.sequence_id: index for index, one in enumerate(requests)}, inputs, step))
+        return step
+
+    llm.scheduler.schedule = scheduled  # type: ignore[method-assign,assignment]
+    for _ in range(250):
+        if dice.random() < 0.08:
+            requests += _add(llm, _request(dice.randrange(1, 20), dice.randrange(1, 45), dice.choice([0, 0, 40])))
+        if dice.random() < 0.03 and (live := list(llm.scheduler.live_requests)):
+            output = llm.scheduler.finish(dice.choice(live), FinishReason.CANCELLED)
+            assert output is not None
+            llm.take([output])
+        told.outputs += [(one.new_token_ids, one.finish_reason, one.request.num_tokens) for one in llm.step()]
+        told.states.append([(one.block_ids[:], one.num_published_blocks, one.num_computed_tokens) for one in requests])
+        told.states.append([(one.num_output_placeholders, one.window_block_ids[:], one.num_tokens) for one in requests])
+        told.num_runs += llm.steps[-1].run is not None
+        told.num_preemptions += len(llm.steps[-1].preempted)
+        _note_stats(llm, told.stats)
+        check_blocks(llm.scheduler)
+    assert all(request.times.first_token_ns <= request.times.last_token_ns for request in requests)
+    return told
+
+
+def _message(numbers: dict[int, int], inputs: StepInputs, step: ScheduledStep) -> object:
+    """What the worker is told. numbers: of requests, by sequence id."""
+    message = inputs.build(0, step)
+    changes = message.updates
+    return [
+        [numbers[known] for known in message.sequence_ids], message.num_computed_tokens, message.num_scheduled_tokens,
+        message.samples, message.token_ids, message.pending,
+        {numbers[known]: blocks for known, blocks in changes.block_ids.items()},
+        {numbers[known]: blocks for known, blocks in changes.window_block_ids.items()},
+        [(numbers[new.sequence_id], new.block_ids) for new in message.new_requests],
+    ]  # fmt: skip
+
+
+def _note_stats(llm: FakeLLM, totals: dict[int, list[float]]) -> None:
+    llm.scheduler.stats.publish()
+    for metric, values in llm.scheduler.stats.drain():
+        if METRICS[metric].kind is not MetricKind.GAUGE:
+            totals.setdefault(metric, []).extend(values)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_and_outputs_are_those_without_runs(
+    seed: int, num_ahead: int, windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
+    with_runs = _live(seed, num_ahead, windows)
+    monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
+    monkeypatch.setattr(DecodeRun, "after", classmethod(lambda *arguments: None))
+    without = _live(seed, num_ahead, windows)
+    assert with_runs.num_runs > 20 and without.num_runs == 0
+    for name in ("steps", "outputs", "states", "stats", "num_preemptions"):
+        assert getattr(with_runs, name) == getattr(without, name), name
+
+
+def test_requests_are_preempted_in_such_lives() -> None:
+    assert any(_live(seed, 1, windows=False).num_preemptions for seed in range(6))
