@@ -81,13 +81,13 @@ class DecodeRun:
 
     def _grow(self, requests: Sequence[Request]) -> list[Request] | None:
         """Allocate the next block of each of these requests that has none. None: blocks are short."""
-        grown = []
-        for request in requests:
-            if request.num_computed_tokens >= request.num_slots:
-                self._cache.advance(request)
-                if not self._cache.allocate(request, request.num_computed_tokens + 1):
-                    return None
-                grown.append(request)
+        grown = [request for request in requests if request.num_computed_tokens >= request.num_slots]
+        if self._cache.groups.num_groups == 1:
+            return grown if not grown or self._cache.add_blocks(grown) else None
+        for request in grown:
+            self._cache.advance(request)
+            if not self._cache.allocate(request, request.num_computed_tokens + 1):
+                return None
         return grown
 
 

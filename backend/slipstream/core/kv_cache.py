@@ -179,6 +179,19 @@ class KVCacheManager:
             return False
         return self._extend(request, num_blocks)
 
+    def add_blocks(self, requests: Sequence[Request]) -> bool:
+        """Hold one more block for each request. Returns False, changing nothing, if blocks are short. Of caches with
+        one group."""
+        assert self.groups.num_groups == 1
+        blocks = self.pool.allocate(len(requests))
+        if blocks is None:
+            return False
+        for request, block in zip(requests, blocks):
+            request.block_ids.append(block)
+            request.num_slots += self.block_size
+            request.num_new_blocks += 1
+        return True
+
     def advance(self, request: Request) -> None:
         """Release the blocks that windows have passed, before a step from request.num_computed_tokens on is scheduled:
         all earlier steps have been launched, and no later one reads before that step's windows."""

@@ -6,7 +6,7 @@ that the host does not know yet is copied on the device. Knows nothing of models
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -57,14 +57,23 @@ class BlockTables:
 
     def extend(self, sequence_id: int, block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
-        if row is None:
-            return
-        start = int(self._num_blocks[row])
-        if len(block_ids) == self.groups.num_full == 1:  # nearly always
-            self._table[0, row, start] = block_ids[0]
-            self._num_blocks[row] = start + 1
-        else:
-            self._num_blocks[row] += _append(self._table[: self.groups.num_full, row], start, block_ids)
+        if row is not None:
+            self._num_blocks[row] += _append(
+                self._table[: self.groups.num_full, row], int(self._num_blocks[row]), block_ids
+            )
+
+    def extend_all(self, block_ids: Mapping[int, Sequence[int]]) -> None:
+        """`extend` by sequence id; requests with one new block, nearly all that decode, at once."""
+        rows, blocks, are_single = [], [], self.groups.num_full == 1
+        for sequence_id, new_ids in block_ids.items():
+            if not (are_single and len(new_ids) == 1):
+                self.extend(sequence_id, new_ids)
+            elif (row := self._rows.get(sequence_id)) is not None:
+                rows.append(row)
+                blocks.append(new_ids[0])
+        if rows:
+            self._table[0, rows, self._num_blocks[rows]] = blocks
+            self._num_blocks[rows] += 1
 
     def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
@@ -261,7 +270,7 @@ class BatchBuilder:
             slot_mapping=slots,
             logits_indices=order,
             max_query_len=1,
-            max_seq_len=max(step.num_computed_tokens) + 1,
+            max_seq_len=int(positions.max()) + 1,
             num_decode_requests=count,
             num_decode_tokens=count,
             max_decode_query_len=1,
@@ -273,14 +282,14 @@ class BatchBuilder:
     def _slots(
         self, tables: np.ndarray, others: np.ndarray | None, request_of_token: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The slot of each token in the first group, and in the other groups if there are any."""
+        """The slot of each token in the first group, and in the other groups if there are any: its position, moved as
+        far as its block."""
         columns = positions // self._block_size
-        offsets = positions - columns * self._block_size
-        slots = tables[request_of_token, columns].astype(np.int64) * self._block_size + offsets
+        slots = positions + (tables[request_of_token, columns] - columns) * self._block_size
         if others is None:
             return slots, None
         blocks = np.stack([table[request_of_token, columns] for table in others])
-        return slots, blocks.astype(np.int64) * self._block_size + offsets
+        return slots, positions + (blocks - columns) * self._block_size
 
 
 def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:
@@ -361,7 +370,8 @@ def fill_pending(token_ids: torch.Tensor, pending: PendingRows, sampled: Sampled
         return
     assert sampled is not None
     if pending.in_order:
-        token_ids[:count].copy_(sampled.token_ids[:count])
+        sources = sampled.token_ids
+        token_ids[:count].copy_(sources if len(sources) == count else sources[:count])
         return
     places, sources = pack([pending.places, pending.sources], token_ids.device)
     token_ids.index_copy_(0, places, sampled.token_ids.index_select(0, sources))

@@ -197,8 +197,7 @@ class ModelWorker:
 
     def _update(self, updates: Updates) -> None:
         self._states.update(updates)
-        for sequence_id, block_ids in updates.block_ids.items():
-            self._tables.extend(sequence_id, block_ids)
+        self._tables.extend_all(updates.block_ids)
         for sequence_id, block_ids in updates.window_block_ids.items():
             self._tables.extend_windows(sequence_id, block_ids)
 
