@@ -2,11 +2,15 @@
 
     .venv/bin/python tests/bench/bench_host.py --batches 1,8,64,200
     .venv/bin/python tests/bench/bench_host.py --batches 200 --profile
+    .venv/bin/python tests/bench/bench_host.py --changing --temperature 0.8
+
+--changing: requests of 1 to 128 tokens after prompts of 16 instead, each replaced when it ends, so that about a 64th of
+them join and leave in each step; the median of the rounds, prompts included.
 
 The real scheduler, worker, batch and sampler run with overlapped scheduling, as on a GPU, and a step's arrays are
 written as a CUDA graph's inputs are; the model itself returns constants. Not in it: launches of kernels, copies to and
 from the device, the output thread. Greedy requests of 1,000 tokens of prompt; their logits are a few columns wide,
-because the search of the largest, which a CPU would do on this thread, is the device's work.
+because the search of the largest, which a CPU would do on this thread, is the device's work; so is a draw.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import pstats
 import sys
 import tempfile
 import time
+from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,7 +63,7 @@ class _NoGraphs(StepGraphs[GraphShape]):
 class HostBench:
     """An engine whose model takes no time."""
 
-    def __init__(self, max_num_seqs: int, **settings: object) -> None:
+    def __init__(self, max_num_seqs: int, temperature: float = 0.0, **settings: object) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
             values = {
@@ -75,6 +81,7 @@ class HostBench:
         model.forward_last = lambda batch, _: _zeros(len(batch.logits_indices))
         model.final = lambda hidden: hidden
         model.lm_head = lambda hidden: logits[: len(hidden)]
+        self._temperature = temperature
         sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
         runner._graphs = _NoGraphs(
             graph_shapes(sizes), runner._builder.max_blocks, 4096, _no_model, torch.device("cpu")
@@ -84,7 +91,7 @@ class HostBench:
         self, batch: int, num_steps: int = 16, repeats: int = 40, profiler: cProfile.Profile | None = None
     ) -> float:
         """Microseconds of a step of `batch` requests: the least of several rounds, since the machine has other work."""
-        params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=3000, temperature=self._temperature, ignore_eos=True)
         requests = [self.engine.submit(Request([5 + number] * PROMPT, params))[0] for number in range(batch)]
         while min(request.num_output_tokens for request in requests) < 4:
             self.engine.step()
@@ -105,6 +112,33 @@ class HostBench:
             self.engine.step()
         return min(times) * 1e6
 
+    def decode_changing(self, batch: int, num_steps: int = 64, repeats: int = 12) -> float:
+        """The same while requests end and others take their places; the median of the rounds."""
+        lengths = cycle(1 + number * 53 % 128 for number in range(128))
+
+        def add() -> None:
+            params = SamplingParams(max_tokens=next(lengths), temperature=self._temperature, ignore_eos=True)
+            self.engine.submit(Request([5 + next(lengths)] * 16, params))
+
+        for _ in range(batch):
+            add()
+        times = []
+        for _ in range(repeats):
+            taken = 0.0
+            for _ in range(num_steps):
+                start = time.thread_time()
+                outputs = self.engine.step()
+                taken += time.thread_time() - start
+                for _ in range(sum(output.finish_reason is not None for output in outputs)):
+                    add()
+            times.append(taken / num_steps)
+        assert self.engine.error is None
+        for request in list(self.engine.scheduler.live_requests):
+            self.engine.cancel(request.handle)
+        while self.engine.has_work:
+            self.engine.step()
+        return median(times[1:]) * 1e6
+
 
 def _zeros(rows: int) -> torch.Tensor:
     return torch.zeros(rows, WIDTH)
@@ -118,12 +152,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 200])
     parser.add_argument("--profile", action="store_true", help="and where the time of the last batch goes")
+    parser.add_argument("--changing", action="store_true", help="requests end, and others take their places")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    bench = HostBench(max(arguments.batches), **dict(pair.split("=", 1) for pair in arguments.set))
+    bench = HostBench(
+        max(arguments.batches), arguments.temperature, **dict(pair.split("=", 1) for pair in arguments.set)
+    )
     for batch in arguments.batches:
-        step_us = bench.decode(batch)
+        step_us = bench.decode_changing(batch) if arguments.changing else bench.decode(batch)
         print(
             json.dumps({"batch": batch, "step_us": round(step_us), "request_us": round(step_us / batch, 2)}), flush=True
         )
