@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.step_inputs import new_request
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logit_bias import BANNED, LogitsProcessors
+from slipstream.worker.sample.sampler import Sampler
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]
@@ -329,6 +331,34 @@ def test_a_bias_per_token_is_added_and_shared_by_the_sequences_of_a_request() ->
     expected[3] += 1.0
     expected[4] = BANNED
     torch.testing.assert_close(logits, torch.stack([expected, torch.zeros(vocab), expected]))
+
+
+KINDS = (
+    {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3, "top_p": 0.7},
+    {"temperature": 1.0, "top_k": 3}, {"temperature": 0.9, "min_p": 0.2}, {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.7}, {"temperature": 0.7, "logit_bias": ((4, 3.0),)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_samples_as_if_it_were_the_first(seed: int) -> None:
+    """Requests of all kinds join, leave and change places; now and then all are greedy, or the same as before."""
+    dice, vocab, cpu = random.Random(seed), 12, torch.device("cpu")
+    kept, noise, chosen = Sampler(vocab, 64, cpu), torch.Generator().manual_seed(seed), []
+    pool = [
+        RequestState(new_request(Request([index] * 3, SamplingParams(**kind), seed=dice.getrandbits(64))))  # type: ignore[arg-type]
+        for index, kind in enumerate(KINDS)
+    ]
+    for step in range(80):
+        if not chosen or dice.random() < 0.6:
+            chosen = dice.sample(pool[:2] if dice.random() < 0.3 else pool, dice.randrange(1, 3))
+            chosen += [one for one in dice.sample(pool, 3 if dice.random() < 0.5 else 0) if one not in chosen]
+        logits = torch.randn(len(chosen), vocab, generator=noise)
+        positions = torch.full((len(chosen),), 3 + step)
+        found, first = (
+            sampler.sample(chosen, logits.clone(), positions).result() for sampler in (kept, Sampler(vocab, 64, cpu))
+        )
+        assert found == first
 
 
 def test_a_bias_per_token_forces(engine: Engine) -> None:

@@ -42,6 +42,8 @@ def to_device(
     values: list[int] | list[float] | list[list[int]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A tensor of Python numbers, of one dimension or of rows of the same length."""
+    if not values:
+        return torch.empty(0, dtype=dtype, device=device)
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -57,6 +57,13 @@ class RequestState:
         return draws_by_itself(self.params, self.has_grammar)
 
     @cached_property
+    def draw(self) -> tuple[float, int, float, float, int]:
+        """Temperature, top_k, top_p, min_p and seed, as kernels take them: 64 bits of the seed, signed."""
+        params, seed = self.params, self.seed & ((1 << 64) - 1)
+        signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+        return params.temperature, max(0, params.top_k), params.top_p, params.min_p, signed
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether the next token is the argmax of the unchanged logits."""
         return self.params.is_greedy and self.draws_by_itself

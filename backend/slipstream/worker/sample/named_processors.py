@@ -106,6 +106,8 @@ class NamedProcessors:
 
     def compose(self, requests: list[RequestState]) -> None:
         """Set the requests of the following steps, in row order."""
+        if not self._processors:
+            return
         called = {name: _Called(name, processor) for name, processor in self._processors.items()}
         for row, request in enumerate(requests):
             for call in request.params.logits_processors:

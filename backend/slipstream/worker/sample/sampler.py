@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.nn.parallel import SINGLE, Parallel
-from slipstream.worker.host_copy import HostCopy, to_device
+from slipstream.worker.host_copy import HostCopy, pack, to_device
 from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.interface import ProcessorReport
 from slipstream.worker.request_state import RequestState
@@ -25,8 +26,6 @@ from slipstream.worker.sample.logprobs import logprob_columns, read_columns
 from slipstream.worker.sample.named_processors import LogitsProcessor, NamedProcessors
 from slipstream.worker.sample.penalties import Paths, TokenHistory
 from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -102,7 +101,6 @@ class _Composition:
 
     requests: list[RequestState]
     is_greedy: bool
-    is_plain: bool  # argmax of the unchanged logits
     is_edited: bool
     is_processed: bool
     penalised: list[int]
@@ -133,6 +131,7 @@ class Sampler:
         self._processors = NamedProcessors(processors or {}, device)
         self._masks = MaskApplier(vocab_size, device)
         self._composition: _Composition | None = None
+        self._seen: tuple[list[RequestState], bool] = ([], True)  # the last requests, and whether they are plain
 
     def sample(
         self,
@@ -151,9 +150,9 @@ class Sampler:
         previous: the tokens of the step before, if the host may not know them yet. paths: per row, the drafts before
         it. judge: may replace the drawn tokens. masks: of rows with a grammar.
         """
-        rows = self._compose(requests)
-        if rows.is_plain:  # the largest is the largest in any dtype
+        if self._are_plain(requests):  # the largest is the largest in any dtype
             return self.greedy(logits)
+        rows = self._compose(requests)
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
         report = self._edit(requests, logits, rows, previous, paths)
@@ -175,19 +174,25 @@ class Sampler:
         """`sample` for rows whose requests are all plain."""
         return PendingTokens(ops.greedy(logits))
 
+    def _are_plain(self, requests: list[RequestState]) -> bool:
+        """Whether all tokens are the argmax of unchanged logits. The same list has the same requests."""
+        if self._seen[0] is not requests:
+            self._seen = requests, all(request.is_plain for request in requests)
+        return self._seen[1]
+
     def _compose(self, requests: list[RequestState]) -> _Composition:
         if self._composition is None or self._composition.requests != requests:  # by identity
-            penalised = _where(requests, lambda request: request.params.has_penalties)
-            with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
+            special = [row for row, request in enumerate(requests) if not request.draws_by_itself]
+            penalised = [row for row in special if requests[row].params.has_penalties]
+            with_logprobs = [row for row in special if requests[row].params.logprobs is not None]
             is_edited = self._edits.compose(requests)
             self._processors.compose(requests)
             is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
                 requests=requests,
                 is_greedy=is_greedy,
-                is_plain=all(request.is_plain for request in requests),
                 is_edited=is_edited,
-                is_processed=any(request.params.logits_processors for request in requests),
+                is_processed=any(requests[row].params.logits_processors for row in special),
                 penalised=penalised,
                 penalised_rows=self._ints(penalised, torch.int64),
                 with_logprobs=[requests[row] for row in with_logprobs],
@@ -207,20 +212,25 @@ class Sampler:
         return to_device([[*ids, *[0] * (width - len(ids))] for ids in asked], torch.int64, self._device)
 
     def _logits_rows(self, requests: list[RequestState]) -> torch.Tensor | None:
-        rows = _where(requests, lambda request: request.params.return_generation_logits)
+        rows = [row for row, request in enumerate(requests) if request.params.return_generation_logits]
         return self._ints(rows, torch.int64) if rows else None
 
     def _draw_parameters(self, requests: list[RequestState]) -> Draws:
-        """A filter that no request uses is None, so that the kernel skips it."""
-        params = [request.params for request in requests]
-        top_k, top_p, min_p = [max(0, p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]
-        return Draws(
-            temperature=self._floats([p.temperature for p in params]),
-            top_k=self._ints(top_k, torch.int32) if any(top_k) else None,
-            top_p=self._floats(top_p) if min(top_p) < 1.0 else None,
-            min_p=self._floats(min_p) if any(min_p) else None,
-            seeds=self._ints([_signed(request.seed) for request in requests], torch.int64),
-        )
+        """A filter that no request uses is None, so that the kernel skips it. One copy to the device."""
+        temperature, top_k, top_p, min_p, seeds = zip(*[request.draw for request in requests])
+        columns: dict[str, np.ndarray] = {
+            "temperature": np.array(temperature, np.float32),
+            "seeds": np.array(seeds, np.int64),
+        }
+        if any(top_k):
+            columns["top_k"] = np.array(top_k, np.int32)
+        if min(top_p) < 1.0:
+            columns["top_p"] = np.array(top_p, np.float32)
+        if any(min_p):
+            columns["min_p"] = np.array(min_p, np.float32)
+        packed = dict(zip(columns, pack(list(columns.values()), self._device)))
+        filters = packed.get("top_k"), packed.get("top_p"), packed.get("min_p")
+        return Draws(packed["temperature"], *filters, packed["seeds"])
 
     def _penalties(self, requests: list[RequestState]) -> _Penalties:
         params = [request.params for request in requests]
@@ -266,13 +276,3 @@ class Sampler:
 
     def _ints(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return to_device(values, dtype, self._device)
-
-
-def _where(requests: list[T], wanted: Callable[[T], bool]) -> list[int]:
-    return [row for row, request in enumerate(requests) if wanted(request)]
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed integer."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >= 1 << 63 else seed
