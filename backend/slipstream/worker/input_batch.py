@@ -186,6 +186,10 @@ class StepArrays:
         return len(self.token_ids) == len(self.seq_lens) == len(self.logits_indices) and self.tree_mask is None
 
 
+_ARRAYS = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
+_NUMBERS = [field.name for field in fields(StepArrays) if field.type == "int"]
+
+
 class BatchBuilder:
     """Builds the ForwardBatch of each step for one device and one block size."""
 
@@ -294,11 +298,8 @@ class BatchBuilder:
 
 def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:
     """On the device, without the tokens that are pending."""
-    names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
-    tensors: dict[str, Any] = dict(zip(names, pack([getattr(arrays, name) for name in names], device)))
-    numbers: dict[str, Any] = {
-        field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"
-    }
+    tensors: dict[str, Any] = dict(zip(_ARRAYS, pack([getattr(arrays, name) for name in _ARRAYS], device)))
+    numbers: dict[str, Any] = {name: getattr(arrays, name) for name in _NUMBERS}
     tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], device)[0]
     groups: tuple[GroupTensors, ...] = ()
     if arrays.other_tables is not None and arrays.other_slots is not None:
