@@ -56,6 +56,7 @@ from slipstream_kernels.moe.combine_experts import combine_experts, gate_experts
 from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, repack_expert_int4
 from slipstream_kernels.moe.grouped_linear import grouped_gated_linear, grouped_linear
 from slipstream_kernels.moe.grouped_mm import grouped_mm
+from slipstream_kernels.moe.invariant_grouped_mm import invariant_grouped_mm
 from slipstream_kernels.moe.local_routing import local_routing, local_rows
 from slipstream_kernels.moe.route_experts import route_experts
 from slipstream_kernels.norm.rms_norm import rms_norm
@@ -131,6 +132,7 @@ __all__ = [
     "int8_mm",
     "int8_weight",
     "invariant_attention",
+    "invariant_grouped_mm",
     "invariant_mm",
     "kv_row_bytes",
     "latent_attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper import hopper_device
+from interpreted_rows import sum_rows_alike
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -23,3 +24,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def hopper() -> torch.device:
     """The GPU, of the tests that ask for it; skips where there is none."""
     return hopper_device()
+
+
+@pytest.fixture
+def products_of_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_rows_alike(monkeypatch)

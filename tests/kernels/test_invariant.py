@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from decode_cases import DecodeCase, chain_or_tree, make_case, oracle
@@ -12,8 +11,8 @@ from slipstream_kernels import ops
 from slipstream_kernels.attention.triton import invariant_attention
 from slipstream_kernels.gemm.triton import invariant_mm
 from tolerances import ATTENTION
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+pytestmark = pytest.mark.usefixtures("products_of_equal_rows")
 WEIGHTS = ("plain", "e4m3", "int8")
 FP8 = torch.float8_e4m3fn
 
@@ -100,23 +99,6 @@ if torch.cuda.is_available():
         ((32, 8, 128, 64), torch.bfloat16, None, NONE),
         ((2, 2, 256, 32), torch.bfloat16, None, {"sliding_window": 100}),
     ]
-
-
-@pytest.fixture(autouse=True)
-def products_of_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's products summed in double precision.
-
-    With some processors the order in which numpy's library adds depends on the place of a row in the matrix, which a
-    tensor core's does not.
-    """
-
-    def create_dot(
-        _: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *__: object
-    ) -> TensorHandle:
-        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
-        return TensorHandle(product + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture

@@ -282,6 +282,14 @@ KERNELS = [
     ("invariant_mm", "_add_parts_kernel", INVARIANT_MM, INVARIANT_MM_TILE, 4),
     *(
         (
+            "invariant_grouped_mm", "_invariant_grouped_mm_kernel", {**GROUPED, **weight},
+            {**GROUPED_TILE, **scaled, **tile, "SPAN": 1024}, warps,
+        )
+        for tile, warps in INVARIANT_TILES
+        for weight, scaled in (({}, {}), ({"weight_ptr": "*fp8e4nv"}, {"HAS_SCALES": True}))
+    ),
+    *(
+        (
             "invariant_attention", "_invariant_attention_kernel", {**TREE_ATTENTION, **cache},
             {**ATTENTION_SHAPE, **INVARIANT_ATTENTION, **tile, "FORMAT": code}, 4,
         )

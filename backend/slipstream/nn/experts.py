@@ -16,7 +16,6 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.mlp import MLP
-from slipstream.nn.quant.unquantized import UNQUANTIZED
 from slipstream.nn.vector import Vector
 
 
@@ -24,14 +23,13 @@ class Experts:
     """The router is never quantised: it is small, and a token that changes its expert changes its text."""
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
-        plain = replace(context, method=UNQUANTIZED)
         self.spec = spec
-        self.router = Linear(spec.router, plain)
+        self.router = Linear(spec.router, context.of_plain)
         self.selection_bias = Vector(spec.num_experts, context) if spec.routing.selection_bias else None
         self.gate_up = ExpertLinear(spec.gate_up, context)
         self.down = ExpertLinear(spec.down, context)
         self.shared = None if spec.shared is None else MLP(spec.shared, replace(context, lora=None))
-        self.shared_gate = Linear(spec.gate, plain) if spec.shared_gate else None
+        self.shared_gate = Linear(spec.gate, context.of_plain) if spec.shared_gate else None
         self._own = context.parallel.experts(spec.num_experts) if context.parallel.splits_experts else None
 
     @property
@@ -47,6 +45,7 @@ class Experts:
             routing.num_experts_per_token,
             routing.rule,
             selection_bias=None if bias is None else bias.values,
+            is_invariant=self.router.weight.kind.deterministic,
         )
         if self._own is not None:
             rows = ops.local_routing(rows, self._own)

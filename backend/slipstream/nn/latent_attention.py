@@ -22,7 +22,6 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import AttentionSpec, LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.quant.unquantized import UNQUANTIZED
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.vector import Vector
 from slipstream.nn.weight_slot import WeightSlot
@@ -40,7 +39,7 @@ class UpProjection:
 
     def __init__(self, spec: LinearSpec, context: LayerContext, is_plain: bool) -> None:
         is_quantized = context.method.stored is not None and not is_plain
-        self._whole, self._context = spec, context if is_quantized else replace(context, method=UNQUANTIZED)
+        self._whole, self._context = spec, context if is_quantized else context.of_plain
         self.spec = spec.of_rank(context.parallel)
         shape = (self.spec.out_features, self.spec.in_features)
         self.matrix = torch.empty(shape, device=context.device, dtype=context.dtype)

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import QuantMethod
+from slipstream.nn.quant.unquantized import UNQUANTIZED
 
 if TYPE_CHECKING:
     from slipstream.nn.lora import LoraRows
@@ -24,6 +25,7 @@ class LayerContext:
     stands_for: torch.device | None = None  # the device that tensors on the meta device stand for
     expert_method: QuantMethod | None = None  # of the experts, if it differs
     lora: LoraRows | None = None  # slots of adapters beside linear layers; None: adapters are not served
+    plain_method: QuantMethod = UNQUANTIZED  # of what is never quantised
 
     @property
     def computes_on(self) -> torch.device:
@@ -32,6 +34,10 @@ class LayerContext:
     @property
     def of_experts(self) -> LayerContext:
         return self if self.expert_method is None else replace(self, method=self.expert_method)
+
+    @property
+    def of_plain(self) -> LayerContext:
+        return replace(self, method=self.plain_method)
 
     @property
     def of_head(self) -> LayerContext:

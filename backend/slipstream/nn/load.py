@@ -21,7 +21,7 @@ from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.lora import LoraRows, LoraTargets
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import FIELD, SINGLE, Parallel
-from slipstream.nn.quant import choose_methods
+from slipstream.nn.quant import Methods, choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
 
@@ -124,7 +124,7 @@ def planned_model(
     """The decoder on the meta device: has every tensor that it will hold on `device`, but takes no memory."""
     _check_parallel(spec, parallel)
     methods = choose_methods(config, spec)
-    context = LayerContext(META, dtype, methods.linears, methods.head, parallel, device, methods.experts, _lora(config))
+    context = _context(config, methods, META, dtype, parallel, device)
     return Decoder(spec, context, ATTENTION_BACKENDS.get(PLANNED_ATTENTION)(spec), num_positions=1)
 
 
@@ -191,10 +191,22 @@ def _build(
         lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
-    context = LayerContext(
-        place or device, dtype, methods.linears, methods.head, parallel, device, methods.experts, _lora(config)
-    )
+    context = _context(config, methods, place or device, dtype, parallel, device)
     return Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)
+
+
+def _context(
+    config: ModelConfig,
+    methods: Methods,
+    place: torch.device,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    device: torch.device,
+) -> LayerContext:
+    """place: of the parameters; device: that implementations are chosen for."""
+    return LayerContext(
+        place, dtype, methods.linears, methods.head, parallel, device, methods.experts, _lora(config), methods.plain
+    )
 
 
 def lora_targets(decoder: Decoder) -> LoraTargets:

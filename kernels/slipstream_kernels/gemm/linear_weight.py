@@ -138,10 +138,22 @@ def int4_linear_weight(
     return LinearWeight(kind, weight, bias=bias, quant=quant, order=order)
 
 
-def deterministic_weight(values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> LinearWeight:
-    """The LinearWeight for products in which no row depends on the others (ops.invariant_mm)."""
-    name = FORMATS.get(values.dtype, "plain")
-    kind = WeightKind(name, values.shape[0], values.shape[1], values.dtype, values.device, deterministic=True)
+def deterministic_weight(
+    values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, *, num_experts: int = 0
+) -> LinearWeight:
+    """The LinearWeight for products in which no row depends on the others (ops.invariant_mm, invariant_grouped_mm).
+
+    values: [out, in], of experts one below the other.
+    """
+    name, (rows, in_features) = FORMATS.get(values.dtype, "plain"), values.shape
+    kind = WeightKind(
+        name, rows // max(num_experts, 1), in_features, values.dtype, values.device, num_experts=num_experts,
+        deterministic=True,
+    )  # fmt: skip
+    if scales is not None:
+        values, scales = _by_expert(values, scales, num_experts)
+    elif num_experts:
+        values = values.unflatten(0, (num_experts, -1))
     return LinearWeight(kind, values, scales, bias)
 
 

@@ -21,7 +21,7 @@ from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, no_
 from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import tuning_of
 from slipstream_kernels.routing import Routing
-from slipstream_kernels.select import load_module
+from slipstream_kernels.select import load_module, select
 
 Rows = Tensor | Fp8Rows | Int8Rows
 LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multiples of it
@@ -97,6 +97,13 @@ def _grouped_by(backend: str) -> Run:
     return run
 
 
+def _invariant(call: Call, config: Config) -> Tensor:
+    assert isinstance(call.x, Tensor)
+    module, weight = select("moe.invariant_grouped_mm", "auto", call.x), call.weight
+    y: Tensor = module.invariant_grouped_mm(call.x, weight.tensor, call.routing, weight.scales, call.by_token)
+    return y
+
+
 def _written_out_by(expand: Callable[[Int4Weight, int], tuple[Tensor, Tensor]]) -> Run:
     """Weights are written as e4m3 first: bound by arithmetic, products of two e4m3 operands are twice as fast."""
 
@@ -153,6 +160,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu, gates=always),
     "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal, gates=always),
     "reference": Kernel(_grouped_by("reference"), gates=always),
+    "invariant_grouped_mm": Kernel(_invariant),
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
     "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _mxfp4_refusal),

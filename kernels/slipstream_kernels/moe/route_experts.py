@@ -17,12 +17,14 @@ def route_experts(
     rule: RoutingRule = PLAIN_RULE,
     *,
     selection_bias: torch.Tensor | None = None,
+    is_invariant: bool = False,
     backend: str = "auto",
 ) -> Routing:
     """The top_k best experts of each token by the rule, and the rows sorted by expert.
 
     logits: [num_tokens, num_experts], any float dtype; scores are fp32.  Of equals the lower expert, or group, comes
     first; NaN counts as the least.  selection_bias: fp32 [num_experts], finite, added to scores where they are ranked.
+    is_invariant: a token's weights do not depend on the number of tokens, to the bit; else sums of scores may.
     Nothing is read on the host: safe in CUDA graphs.
     Source: arXiv:2401.04088 (renormalised), arXiv:2101.03961; groups: arXiv:2405.04434; sigmoid and bias:
     arXiv:2412.19437.
@@ -42,4 +44,6 @@ def route_experts(
         require_unit_stride("selection_bias", selection_bias)
         if selection_bias.dtype != torch.float32:
             raise ValueError(f"selection_bias: dtype {selection_bias.dtype}, expected float32")
-    return select("moe.route_experts", backend, logits).route_experts(logits, top_k, rule, selection_bias)
+    version = select("moe.route_experts", backend, logits)
+    routing: Routing = version.route_experts(logits, top_k, rule, selection_bias, is_invariant)
+    return routing

@@ -21,12 +21,16 @@ FREE_TOKENS.update({name: FREE_TOKENS[experts] for name, (_, experts) in MIXED.i
 
 @dataclass(frozen=True)
 class Methods:
-    """name: what they are together. experts: of MoE layers; linears: of all others but the head."""
+    """name: what they are together. experts: of MoE layers; linears: of all others but the head.
+
+    plain: of what is never quantised, such as routers.
+    """
 
     name: str
     linears: QuantMethod
     head: QuantMethod
     experts: QuantMethod
+    plain: QuantMethod
 
 
 def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
@@ -37,14 +41,11 @@ def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     """
     if config.quantization not in NAMES:
         raise ConfigError("quantization", config.quantization, f"accepted: {', '.join(NAMES)}")
-    name, linears, head, experts = _by_kind(config, spec)
-    if not config.deterministic:
-        return Methods(name, linears, head, experts)
-    if spec.has_experts:
-        reason = f"{spec.architecture} has experts, whose products depend on how the step's tokens are shared out"
-        raise ConfigError("deterministic", True, reason)
-    linears = invariant(name, linears)
-    return Methods(name, linears, invariant(name, head), linears)
+    name, *methods = _by_kind(config, spec)
+    methods.append(QUANT_METHODS.get(UNQUANTIZED))
+    if config.deterministic:
+        methods = [invariant(name, method) for method in methods]
+    return Methods(name, *methods)
 
 
 def _by_kind(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod, QuantMethod]:

@@ -17,6 +17,7 @@ from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.method import CheckpointTensors, QuantMethod, Weights
 from slipstream.nn.quant.unquantized import Unquantized
+from slipstream.nn.stored_format import StoredFormat
 
 ACCEPTED = ("none", "fp8", "wint8")  # one scale an output feature, or none
 
@@ -26,6 +27,7 @@ class Invariant(QuantMethod):
     """A row's product does not depend on the other rows. held: reads and holds the weights; nothing is repacked."""
 
     held: Unquantized | Fp8 | Int8
+    stored: StoredFormat | None = None
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return self.held.supports(device, dtype)
@@ -42,13 +44,14 @@ class Invariant(QuantMethod):
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         """Weights stay as they were loaded."""
         values = weights["values"] if "values" in weights else weights["weight"]
-        return ops.deterministic_weight(values, weights.get("scales", weights.get("scale")), weights.get("bias"))
+        scales = weights.get("scales", weights.get("scale"))
+        return ops.deterministic_weight(values.flatten(0, -2), scales, weights.get("bias"), num_experts=num_experts)
 
 
 def invariant(name: str, method: QuantMethod) -> Invariant:
     """The method of that name for deterministic mode. Raises ConfigError if its weights are scaled otherwise."""
     if isinstance(method, (Unquantized, Fp8)) or (isinstance(method, Int8) and not method.int8_inputs):
-        return Invariant(method)
+        return Invariant(method, method.stored)
     reason = f"{name} has no product whose rows do not depend on each other; accepted: {', '.join(ACCEPTED)}"
     raise ConfigError("quantization", name, f"deterministic: {reason}")
 

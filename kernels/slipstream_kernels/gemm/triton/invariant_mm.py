@@ -44,12 +44,54 @@ FLOAT32_TILE = Tile(32, 32, 32, 4, 2)
 
 
 @triton.jit
-def _finished(total, features, feature_mask, scales_ptr, bias_ptr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr):
+def finished(total, features, feature_mask, scales_ptr, bias_ptr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Sums of features -> results, before they are rounded.  features broadcast against total."""
     if HAS_SCALES:
         total *= tl.load(scales_ptr + features, mask=feature_mask, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + features, mask=feature_mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def sum_parts(
+    weight_rows,
+    x_rows,
+    weight_stride,
+    feature_mask,
+    token_mask,
+    first,
+    last,
+    IN_FEATURES: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """[BLOCK_N features, BLOCK_M tokens] fp32: the sums over input features first to last, part after part.
+
+    weight_rows [BLOCK_N, BLOCK_K], x_rows [BLOCK_K, BLOCK_M]: where the first input features are; of a weight row
+    the next one is weight_stride further.  first: a multiple of SPAN.
+    """
+    columns = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for part in range(first, last, SPAN):
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in tl.range(part, tl.minimum(part + SPAN, IN_FEATURES), BLOCK_K, num_stages=NUM_STAGES):
+            if IN_FEATURES % BLOCK_K == 0:
+                w = tl.load(weight_rows + start * weight_stride, mask=feature_mask[:, None], other=0.0)
+                x = tl.load(x_rows + start, mask=token_mask[None, :], other=0.0)
+            else:
+                inside = start + columns < IN_FEATURES
+                w_mask = feature_mask[:, None] & inside[None, :]
+                w = tl.load(weight_rows + start * weight_stride, mask=w_mask, other=0.0)
+                x = tl.load(x_rows + start, mask=token_mask[None, :] & inside[:, None], other=0.0)
+            if HAS_SCALES:
+                w = w.to(tl.float32).to(x.dtype)
+            acc = dot_onto(acc, w, x)
+        total += acc
     return total
 
 
@@ -89,30 +131,19 @@ def _invariant_mm_kernel(
     columns = tl.arange(0, BLOCK_K)
     weight_rows = weight_ptr + features.to(tl.int64)[:, None] * IN_FEATURES + columns[None, :]
     x_rows = x_ptr + tokens.to(tl.int64)[None, :] * x_row_stride + columns[:, None]
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first, last = tl.program_id(1) * SPAN, IN_FEATURES
     if IS_SPLIT:
         last = tl.minimum(first + SPAN, IN_FEATURES)
-    for part in range(first, last, SPAN):
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for start in tl.range(part, tl.minimum(part + SPAN, IN_FEATURES), BLOCK_K, num_stages=NUM_STAGES):
-            if IN_FEATURES % BLOCK_K == 0:
-                w = tl.load(weight_rows + start, mask=feature_mask[:, None], other=0.0)
-                x = tl.load(x_rows + start, mask=token_mask[None, :], other=0.0)
-            else:
-                inside = start + columns < IN_FEATURES
-                w = tl.load(weight_rows + start, mask=feature_mask[:, None] & inside[None, :], other=0.0)
-                x = tl.load(x_rows + start, mask=token_mask[None, :] & inside[:, None], other=0.0)
-            if HAS_SCALES:
-                w = w.to(tl.float32).to(x.dtype)
-            acc = dot_onto(acc, w, x)
-        total += acc
+    total = sum_parts(
+        weight_rows, x_rows, 1, feature_mask, token_mask, first, last, IN_FEATURES, HAS_SCALES, SPAN, BLOCK_M, BLOCK_N,
+        BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
     places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
     mask = feature_mask[:, None] & token_mask[None, :]
     if IS_SPLIT:
         tl.store(partial_ptr + tl.program_id(1) * num_tokens.to(tl.int64) * out_features + places, total, mask=mask)
     else:
-        y = _finished(total, features[:, None], feature_mask[:, None], scales_ptr, bias_ptr, HAS_SCALES, HAS_BIAS)
+        y = finished(total, features[:, None], feature_mask[:, None], scales_ptr, bias_ptr, HAS_SCALES, HAS_BIAS)
         tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -131,7 +162,7 @@ def _add_parts_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         total += tl.load(partial_ptr + part * num_tokens.to(tl.int64) * out_features + places, mask=mask, other=0.0)
-    y = _finished(total, features, mask, scales_ptr, bias_ptr, HAS_SCALES, HAS_BIAS)
+    y = finished(total, features, mask, scales_ptr, bias_ptr, HAS_SCALES, HAS_BIAS)
     tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 

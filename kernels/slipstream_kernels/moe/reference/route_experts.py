@@ -7,8 +7,10 @@ import torch
 from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingRule
 
 
-def route_experts(logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None) -> Routing:
-    """See ops.route_experts."""
+def route_experts(
+    logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None, is_invariant: bool
+) -> Routing:
+    """See ops.route_experts.  No row depends on the others."""
     num_tokens, num_experts = logits.shape
     finite = logits.float().nan_to_num(-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     scores = finite.sigmoid() if rule.score == "sigmoid" else finite.softmax(dim=-1)

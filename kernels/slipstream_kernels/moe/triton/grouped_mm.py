@@ -66,7 +66,7 @@ def _widen(weight, TO: tl.constexpr):
 
 
 @triton.jit
-def _place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
+def place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
     """(tile of rows, block of output features).  Tiles of rows are neighbours: those of one expert read the same
     weights at the same time."""
     first = 0
@@ -111,7 +111,7 @@ def _grouped_mm_kernel(
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
     width = out_features // 2 if GATED else out_features
-    tile, block = _place_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP_TILES)
+    tile, block = place_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP_TILES)
     expert, first, last = find_tile(offsets_ptr, tile, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return

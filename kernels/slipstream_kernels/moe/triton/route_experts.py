@@ -262,7 +262,9 @@ def _sort_experts_kernel(
     tl.store(offsets_ptr + mine + 1, first, mask=mine + 1 == tl.num_programs(0))
 
 
-def route_experts(logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None) -> Routing:
+def route_experts(
+    logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None, is_invariant: bool
+) -> Routing:
     """See ops.route_experts."""
     num_tokens, num_experts = logits.shape
     routing = empty_routing(num_tokens, top_k, num_experts, logits.device)
@@ -270,11 +272,19 @@ def route_experts(logits: torch.Tensor, top_k: int, rule: RoutingRule, selection
         routing.offsets.zero_()
         return routing
     padded = max(2, triton.next_power_of_2(num_experts))
-    if padded * triton.next_power_of_2(num_tokens) <= ROUTED_VALUES:
+    tokens_padded = triton.next_power_of_2(num_tokens)
+    if is_invariant:  # one tile, whose threads add a token's scores in one order
+        _choose_and_sort(logits, selection_bias, routing, padded, rule, _chosen_tokens(padded))
+    elif padded * tokens_padded <= ROUTED_VALUES:
         _route_together(logits, selection_bias, routing, padded, rule)
     else:
-        _choose_and_sort(logits, selection_bias, routing, padded, rule)
+        _choose_and_sort(logits, selection_bias, routing, padded, rule, min(_chosen_tokens(padded), tokens_padded))
     return routing
+
+
+def _chosen_tokens(padded: int) -> int:
+    """Tokens of a program of the choice."""
+    return max(1, CHOSEN_VALUES // padded)
 
 
 def _constants(rule: RoutingRule, has_bias: bool) -> dict[str, bool | int]:
@@ -314,12 +324,11 @@ def _route_together(
 
 
 def _choose_and_sort(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, padded: int, rule: RoutingRule
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, padded: int, rule: RoutingRule, block_m: int
 ) -> None:
     num_tokens, top_k = routing.weights.shape
     num_experts = routing.num_experts
     experts = torch.empty_like(routing.tokens)
-    block_m = min(max(1, CHOSEN_VALUES // padded), triton.next_power_of_2(num_tokens))
     launch = dependent_launch(logits.device)
     _choose_experts_kernel[(triton.cdiv(num_tokens, block_m),)](
         logits,

@@ -1,0 +1,144 @@
+"""Deterministic mode of models with experts: tokens and log-probabilities to the bit, whatever runs beside.
+
+On a GPU in bf16. Without one in float32, with the mode's ops computed row by row (row_by_row.py): bits then say that
+nothing else in the engine makes a row depend on others.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import Told, make_engine, run_all, run_steps
+from row_by_row import compute_row_by_row
+from slipstream.core.errors import ConfigError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.engine import Engine
+from speculation_config import speculation_config
+from tiny_checkpoints import make_checkpoint
+from tiny_model import save_tokenizer
+
+HAS_GPU = torch.cuda.is_available()
+SIZES = {"max_position_embeddings": 160, "hidden_size": 64, "head_dim": 64}
+EXPERTS = {"num_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+# Name -> checkpoint and its sizes. Weights of a token's experts are shares of these, or of all.
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 32, "intermediate_size": 32}),
+    "qwen3-moe": ("qwen3-moe", {**EXPERTS, "norm_topk_prob": False}),
+}
+LENGTHS = (5, 48, 70, 33, 12, 91)  # of prompts, the first of which is the beginning of the second
+WANTED = [
+    SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=6, top_k=40, ignore_eos=True, logprobs=2),
+] * 2
+
+
+@pytest.fixture
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        compute_row_by_row(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, (variant, sizes) in FAMILIES.items():
+        made[name] = make_checkpoint(variant, tmp_path_factory.mktemp(name), **SIZES, **sizes).path
+        save_tokenizer(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    dice = random.Random(4)
+    drawn = [[dice.randrange(3, 97) for _ in range(length)] for length in LENGTHS]
+    drawn[0] = drawn[1][: LENGTHS[0]]
+    return drawn
+
+
+def deterministic(checkpoint: Path, **sections: dict[str, object]) -> Engine:
+    place = {"device": "cuda", "dtype": "bfloat16"} if HAS_GPU else {}
+    speculation = sections.get("speculation")
+    return make_engine(
+        checkpoint,
+        model={"deterministic": True, **place, **sections.get("model", {})},
+        cache={"block_size": 16, "num_blocks": 64, **sections.get("cache", {})},
+        scheduler=sections.get("scheduler"),
+        speculation=speculation_config(throttle="off", **speculation) if speculation else None,  # type: ignore[arg-type]
+    )
+
+
+def told_of(told: list[Told]) -> list[tuple]:
+    return [(each.token_ids, [(entry.logprob, entry.top) for entry in each.logprobs]) for each in told]
+
+
+def each_alone(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
+    return [told_of(run_all(engine, [prompt], wanted))[0] for prompt, wanted in zip(prompts, WANTED)]
+
+
+def together(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple], int]:
+    """In two waves: prompts are computed beside decodes. Also how often a request was preempted."""
+    requests = [Request(list(prompt), wanted, handle=i) for i, (prompt, wanted) in enumerate(zip(prompts, WANTED))]
+    told: dict[Request, Told] = {}
+    for request in requests[::2]:
+        engine.submit(request)
+    run_steps(engine, told, 5)
+    for request in requests[1::2]:
+        engine.submit(request)
+    run_steps(engine, told)
+    assert engine.error is None
+    return told_of([told[request] for request in requests]), sum(request.num_preemptions for request in requests)
+
+
+COMPANY: dict[str, dict[str, dict[str, object]]] = {
+    "whole prompts": {},
+    "chunks": {"scheduler": {"max_num_batched_tokens": 23}},
+    "preempted": {"cache": {"num_blocks": 14}},
+    "ngram": {"speculation": {"methods": "ngram"}},
+}
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_company_changes_nothing(checkpoints: dict[str, Path], prompts: list[list[int]], family: str) -> None:
+    """Twice, the second time behind cached beginnings."""
+    checkpoint = checkpoints[family]
+    alone = each_alone(deterministic(checkpoint, cache={"enable_prefix_caching": False}), prompts)
+    for name, sections in COMPANY.items():
+        engine = deterministic(checkpoint, **sections)
+        for _ in range(2):
+            found, num_preemptions = together(engine, prompts)
+            assert found == alone, name
+            assert (num_preemptions > 0) is (name == "preempted")
+        assert name == "preempted" or engine.scheduler.cache.num_prefix_hits > 0, name
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("quantization", ["fp8", "wint8"])
+def test_so_it_is_with_other_weights(checkpoints: dict[str, Path], prompts: list[list[int]], quantization: str) -> None:
+    checkpoint, types = checkpoints["mixtral"], {"quantization": quantization}
+    alone = each_alone(deterministic(checkpoint, model=types), prompts)
+    assert together(deterministic(checkpoint, model=types), prompts)[0] == alone
+    assert each_alone(deterministic(checkpoint), prompts[:1]) != alone[:1]
+
+
+@pytest.mark.parametrize("quantization", ["wint4", "w4a8_fp8", "a8w8_fp8_wint4", "w8a8_int8"])
+def test_formats_without_such_products_are_refused(checkpoints: dict[str, Path], quantization: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization='{quantization}': deterministic: {quantization} has no"):
+        deterministic(checkpoints["mixtral"], model={"quantization": quantization})
+
+
+def test_it_says_what_the_mode_without_it_says(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
+    """Nearly: of the first token, where both know the likeliest."""
+    for checkpoint in checkpoints.values():
+        found = [
+            each_alone(deterministic(checkpoint, model={"deterministic": mode}), prompts) for mode in (True, False)
+        ]
+        for (_, (exact, *_)), (_, (fast, *_)) in zip(*found):
+            common = dict(exact[1]).keys() & dict(fast[1]).keys()
+            assert common
+            assert all(abs(dict(exact[1])[token] - dict(fast[1])[token]) < 0.25 for token in common)
