@@ -6,6 +6,7 @@ Importing this module does not import triton: that happens when a triton impleme
 
 from slipstream_kernels.attention.decode_attention import decode_attention
 from slipstream_kernels.attention.invariant_attention import invariant_attention
+from slipstream_kernels.attention.invariant_latent_attention import invariant_latent_attention
 from slipstream_kernels.attention.latent_attention import latent_attention
 from slipstream_kernels.attention.limits import split_sums_bytes
 from slipstream_kernels.attention.merge_attention import merge_attention
@@ -16,6 +17,7 @@ from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream_kernels.gemm.int4_mm import int4_mm
 from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
+from slipstream_kernels.gemm.invariant_head_mm import invariant_head_mm
 from slipstream_kernels.gemm.invariant_mm import invariant_mm
 from slipstream_kernels.gemm.limits import fp8_refusal, written_out_bytes
 from slipstream_kernels.gemm.linear import gated_linear, linear
@@ -133,6 +135,8 @@ __all__ = [
     "int8_weight",
     "invariant_attention",
     "invariant_grouped_mm",
+    "invariant_head_mm",
+    "invariant_latent_attention",
     "invariant_mm",
     "kv_row_bytes",
     "latent_attention",

@@ -1,4 +1,4 @@
-"""Deterministic mode of models with experts: tokens and log-probabilities to the bit, whatever runs beside.
+"""Deterministic mode with experts and latent attention: tokens and log-probabilities to the bit, whatever runs beside.
 
 On a GPU in bf16. Without one in float32, with the mode's ops computed row by row (row_by_row.py): bits then say that
 nothing else in the engine makes a row depend on others.
@@ -7,11 +7,13 @@ nothing else in the engine makes a row depend on others.
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import Told, make_engine, run_all, run_steps
+from engine_driver import Told, make_engine, model_worker, run_all, run_steps
+from rehearsed_graphs import num_replays, rehearse_graphs
 from row_by_row import compute_row_by_row
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
@@ -19,15 +21,23 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from speculation_config import speculation_config
 from tiny_checkpoints import make_checkpoint
+from tiny_heads import make_medusa
+from tiny_latent_mtp import add_mtp
 from tiny_model import save_tokenizer
 
 HAS_GPU = torch.cuda.is_available()
-SIZES = {"max_position_embeddings": 160, "hidden_size": 64, "head_dim": 64}
-EXPERTS = {"num_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+SIZES = {"max_position_embeddings": 160, "hidden_size": 64, "num_attention_heads": 4}
+EXPERTS = {"head_dim": 64, "num_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+LATENT = {
+    "n_routed_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 128,
+    "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
 # Name -> checkpoint and its sizes. Weights of a token's experts are shares of these, or of all.
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
-    "mixtral": ("mixtral", {"num_local_experts": 32, "intermediate_size": 32}),
+    "mixtral": ("mixtral", {"head_dim": 64, "num_local_experts": 32, "intermediate_size": 32}),
     "qwen3-moe": ("qwen3-moe", {**EXPERTS, "norm_topk_prob": False}),
+    "deepseek-v2": ("deepseek-v2", LATENT),
+    "deepseek-v3": ("deepseek-v3", LATENT),
 }
 LENGTHS = (5, 48, 70, 33, 12, 91)  # of prompts, the first of which is the beginning of the second
 WANTED = [
@@ -47,7 +57,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, (variant, sizes) in FAMILIES.items():
-        made[name] = make_checkpoint(variant, tmp_path_factory.mktemp(name), **SIZES, **sizes).path
+        made[name] = make_checkpoint(variant, tmp_path_factory.mktemp(name), **{**SIZES, **sizes}).path
         save_tokenizer(made[name])
     return made
 
@@ -80,8 +90,8 @@ def each_alone(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
     return [told_of(run_all(engine, [prompt], wanted))[0] for prompt, wanted in zip(prompts, WANTED)]
 
 
-def together(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple], int]:
-    """In two waves: prompts are computed beside decodes. Also how often a request was preempted."""
+def together(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple], list[Request]]:
+    """In two waves: prompts are computed beside decodes."""
     requests = [Request(list(prompt), wanted, handle=i) for i, (prompt, wanted) in enumerate(zip(prompts, WANTED))]
     told: dict[Request, Told] = {}
     for request in requests[::2]:
@@ -91,7 +101,7 @@ def together(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple], int
         engine.submit(request)
     run_steps(engine, told)
     assert engine.error is None
-    return told_of([told[request] for request in requests]), sum(request.num_preemptions for request in requests)
+    return told_of([told[request] for request in requests]), requests
 
 
 COMPANY: dict[str, dict[str, dict[str, object]]] = {
@@ -99,22 +109,51 @@ COMPANY: dict[str, dict[str, dict[str, object]]] = {
     "chunks": {"scheduler": {"max_num_batched_tokens": 23}},
     "preempted": {"cache": {"num_blocks": 14}},
     "ngram": {"speculation": {"methods": "ngram"}},
+    "graphs": {"model": {"cuda_graphs": "2,4,8"}},  # last: a CPU rehearses them from here on
 }
 
 
 @pytest.mark.usefixtures("row_by_row")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_company_changes_nothing(checkpoints: dict[str, Path], prompts: list[list[int]], family: str) -> None:
+def test_company_changes_nothing(
+    checkpoints: dict[str, Path], prompts: list[list[int]], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice, the second time behind cached beginnings."""
     checkpoint = checkpoints[family]
-    alone = each_alone(deterministic(checkpoint, cache={"enable_prefix_caching": False}), prompts)
+    eager = {"model": {"cuda_graphs": "off"}, "cache": {"enable_prefix_caching": False}}
+    alone = each_alone(deterministic(checkpoint, **eager), prompts)
     for name, sections in COMPANY.items():
+        if name == "graphs" and not HAS_GPU:
+            rehearse_graphs(monkeypatch, (2, 4, 8))
         engine = deterministic(checkpoint, **sections)
         for _ in range(2):
-            found, num_preemptions = together(engine, prompts)
+            found, requests = together(engine, prompts)
             assert found == alone, name
-            assert (num_preemptions > 0) is (name == "preempted")
+            assert any(request.num_preemptions for request in requests) is (name == "preempted")
         assert name == "preempted" or engine.scheduler.cache.num_prefix_hits > 0, name
+        assert name != "graphs" or HAS_GPU or num_replays(model_worker(engine).runner._graphs) > 0
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_trees_and_modules_that_draft_change_nothing(
+    checkpoints: dict[str, Path], prompts: list[list[int]], family: str, tmp_path: Path
+) -> None:
+    """Medusa's trees; of DeepSeek-V3 also chains of the checkpoint's own module, in FP8 rows too."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints[family], model)
+    medusa = {"methods": "medusa", "medusa_heads": str(make_medusa(model, tmp_path / "heads"))}
+    cases: list[tuple[dict[str, object], dict[str, object]]] = [({}, medusa)]
+    if family == "deepseek-v3":
+        add_mtp(model)
+        mtp = {"methods": "mtp", "num_draft_tokens": 3}
+        cases += [({}, mtp), ({"dtype": "fp8_e4m3"}, mtp), ({"dtype": "fp8_e4m3"}, medusa)]
+    for cache, speculation in cases:
+        alone = each_alone(deterministic(model, cache=cache), prompts)
+        engine = deterministic(model, cache=cache, speculation=speculation)
+        found, requests = together(engine, prompts)
+        assert found == alone
+        assert sum(request.num_drafted_tokens for request in requests) > 0
 
 
 @pytest.mark.usefixtures("row_by_row")
@@ -130,6 +169,14 @@ def test_so_it_is_with_other_weights(checkpoints: dict[str, Path], prompts: list
 def test_formats_without_such_products_are_refused(checkpoints: dict[str, Path], quantization: str) -> None:
     with pytest.raises(ConfigError, match=f"quantization='{quantization}': deterministic: {quantization} has no"):
         deterministic(checkpoints["mixtral"], model={"quantization": quantization})
+
+
+def test_latent_attention_has_its_own_backend(checkpoints: dict[str, Path]) -> None:
+    """And only it; "latent" takes its sums from what else is in the step."""
+    for family, refused, accepted in (("deepseek-v3", "latent", "invariant_latent"), ("mixtral", "paged", "invariant")):
+        with pytest.raises(ConfigError, match=f"deterministic: accepted: {accepted}, or empty"):
+            deterministic(checkpoints[family], model={"attention_backend": refused})
+        deterministic(checkpoints[family], model={"attention_backend": accepted})
 
 
 def test_it_says_what_the_mode_without_it_says(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:

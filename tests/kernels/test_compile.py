@@ -19,14 +19,14 @@ import pytest
 import torch
 from compile_kernels import SHARED_MEMORY, read_record
 from kernel_signatures import SMALL_LATENT_TILES
-from slipstream_kernels.attention.triton import latent_attention
+from slipstream_kernels.attention.triton import invariant_latent_attention, latent_attention
 
 if TYPE_CHECKING:
     from slipstream_kernels.attention.latent_call import LatentCall
 
 IS_LONG = os.environ.get("SLIPSTREAM_LONG_TESTS") == "1"
-# its tile of 64 rows and 64 keys is chosen on Hopper alone: test_tiles_of_latent_attention_fit_small_gpus
-LARGE = {"_latent_attention_kernel"}
+# their tiles of 64 rows and of 64 or 32 keys are not chosen there: test_tiles_of_latent_attention_fit_small_gpus
+LARGE = {"_latent_attention_kernel", "_invariant_latent_attention_kernel"}
 # prints what a compiler gives now for the kernel that the record names, and what the record says
 COMPILE_ONE = """
 import compile_kernels as c
@@ -72,9 +72,27 @@ def test_the_record_says_what_a_compiler_gives(root: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_tiles_of_latent_attention_fit_small_gpus(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_attention, "_has_small_shared_memory", lambda device: True)
+    monkeypatch.setattr(latent_attention, "has_small_shared_memory", lambda device: True)
     cache = SimpleNamespace(is_fp8=False, block_size=64)
     q = torch.empty(1, 16, 64, dtype=torch.bfloat16)
     call = cast("LatentCall", SimpleNamespace(q=q, cache=cache, max_query_len=tokens))
     rows = latent_attention._tile_rows(call)
     assert (rows, latent_attention._tile_keys(call, rows)) in {(16, 64), *SMALL_LATENT_TILES}
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_tiles_of_deterministic_mode_depend_on_the_gpu_alone(
+    tokens: int, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for compute capability 8.9, the small one takes 72 to 80 KiB, with FP8 rows, too."""
+    monkeypatch.setattr(invariant_latent_attention, "has_small_shared_memory", lambda device: is_small)
+    for block_size, keys in ((64, 16 if is_small else 32), (16, 16)):
+        cache = SimpleNamespace(is_fp8=False, block_size=block_size)
+        for dtype, expected in (
+            (torch.bfloat16, (64, keys, 1 if is_small else 2)),
+            (torch.float32, (16, 16, 1)),
+        ):
+            q = torch.empty(tokens, 16, 8, dtype=dtype)
+            call = cast("LatentCall", SimpleNamespace(q=q, cache=cache, max_query_len=tokens))
+            assert invariant_latent_attention._tile(call) == expected

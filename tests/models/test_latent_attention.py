@@ -12,6 +12,7 @@ from paged_forward import PagedForward
 from quantized_checkpoints import PROMPT, Tensors, load, logits, rms_error, store
 from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
+from slipstream.nn.attention.invariant_latent import InvariantLatent
 from slipstream.nn.heads.mtp import MTPModule
 from slipstream.nn.latent_attention import LatentAttention
 from stored_experts import E4M3, Writer, awq, fp8, gptq, linears
@@ -186,6 +187,35 @@ def test_weights_quantised_at_load(full: Path, method: str) -> None:
     attention = decoder.layers[1].attention
     assert isinstance(attention, LatentAttention)
     assert torch.equal(attention.kv_b.matrix, stored["model.layers.1.self_attn.kv_b_proj.weight"])
+
+
+@pytest.mark.parametrize("variant", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3-halves", "glm4-moe-lite"])
+def test_deterministic_mode_is_the_same_model(variant: str, tmp_path: Path) -> None:
+    """Whole and in chunks, Hugging Face's logits from absorbed rows alone."""
+    checkpoint = make_checkpoint(variant, tmp_path)
+    decoder = load(tmp_path, deterministic=True)
+    assert isinstance(decoder.backend, InvariantLatent)
+    for sizes in ([len(PROMPT)], [3, 1]):
+        (ours,) = PagedForward(decoder, [PROMPT]).run(sizes)
+        assert relative_error(ours, checkpoint.logits(PROMPT)) < 1e-4
+
+
+def test_deterministic_mode_reads_stored_weights(full: Path, tmp_path: Path) -> None:
+    """FP8 with a scale a tensor, kv_b as numbers; activations stay as they are. It has no products of blocks."""
+    dynamic = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": KEPT}
+    held: Tensors = {}
+    folder = store(full, tmp_path / "stored", dynamic, lambda tensors: held.update(fp8("tensor")(tensors)))
+    decoder = load(folder, deterministic=True)
+    of_held = load(store(full, tmp_path / "held", {}, lambda tensors: tensors.update(held)))
+    assert rms_error(logits(decoder), logits(of_held)) < 1e-4
+    attention = decoder.layers[1].attention
+    assert isinstance(attention, LatentAttention)
+    expected = held["model.layers.1.self_attn.kv_b_proj.weight"]
+    torch.testing.assert_close(attention.kv_b.matrix, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        ConfigError, match="quantization='block_wise_fp8': deterministic: block_wise_fp8 has no product"
+    ):
+        load(store(full, tmp_path / "blocks", BLOCKS, blocks), deterministic=True)
 
 
 def test_fp8_rows(full: Path) -> None:

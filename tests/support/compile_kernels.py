@@ -23,10 +23,12 @@ from typing import NamedTuple
 
 import slipstream_kernels
 import triton
-from kernel_signatures import KERNELS
+from invariant_signatures import KERNELS as INVARIANT
+from kernel_signatures import KERNELS as OTHERS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+KERNELS = [*OTHERS, *INVARIANT]
 # of Triton-lang kernels, by stem
 MODULES = {
     path.stem: f"slipstream_kernels.{path.parts[-3]}.triton.{path.stem}"

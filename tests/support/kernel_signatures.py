@@ -87,21 +87,6 @@ INT_MM_TILE = {
 MXFP4 = {"IN_FEATURES": 2880, "GROUP_SIZE": 32, "HAS_ZEROS": False, "IS_E2M1": True}
 FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
 
-INVARIANT_MM = {
-    **INT_MM, "weight_ptr": "*bf16", "partial_ptr": "*fp32",
-}  # fmt: skip
-INVARIANT_MM_TILE = {
-    "IN_FEATURES": 14336, "HAS_SCALES": False, "HAS_BIAS": True, "NUM_PARTS": 14, "SPAN": 1024, "BAND": 8, "BLOCK": 512,
-}  # fmt: skip
-INVARIANT_TILES = [
-    ({"IS_SPLIT": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 5}, 4),
-    ({"IS_SPLIT": False, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "NUM_STAGES": 4}, 8),
-]  # fmt: skip
-INVARIANT_ATTENTION = {
-    "QUERIES": 16, "ROWS": 4, "D": 128, "BLOCK_M": 64, "HAS_WINDOW": True, "HAS_TREE": False, "IS_SPLIT": False,
-    "NUM_PARTS": 16, "FIRST": 512, "PER_LENGTH": 8,
-}  # fmt: skip
-
 GROUPED = {
     "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "tokens_ptr": "*i32", "offsets_ptr": "*i32", "weight_ptr": "*bf16",
     "packed_ptr": "*u8", "zeros_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*bf16", "x_row_stride": "i32",
@@ -271,32 +256,6 @@ KERNELS = [
         "int8_dequantise", "_int8_dequantise_kernel", {"words_ptr": "*i32", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
         {"ROW_RUNS": 256, "RUNS": 256}, 8,
     ),
-    *(
-        (
-            "invariant_mm", "_invariant_mm_kernel", {**INVARIANT_MM, **weight},
-            {**INVARIANT_MM_TILE, **scaled, **tile}, warps,
-        )
-        for tile, warps in INVARIANT_TILES
-        for weight, scaled in (({}, {}), ({"weight_ptr": "*fp8e4nv"}, {"HAS_SCALES": True}))
-    ),
-    ("invariant_mm", "_add_parts_kernel", INVARIANT_MM, INVARIANT_MM_TILE, 4),
-    *(
-        (
-            "invariant_grouped_mm", "_invariant_grouped_mm_kernel", {**GROUPED, **weight},
-            {**GROUPED_TILE, **scaled, **tile, "SPAN": 1024}, warps,
-        )
-        for tile, warps in INVARIANT_TILES
-        for weight, scaled in (({}, {}), ({"weight_ptr": "*fp8e4nv"}, {"HAS_SCALES": True}))
-    ),
-    *(
-        (
-            "invariant_attention", "_invariant_attention_kernel", {**TREE_ATTENTION, **cache},
-            {**ATTENTION_SHAPE, **INVARIANT_ATTENTION, **tile, "FORMAT": code}, 4,
-        )
-        for cache, code in (({}, 0), (stored("fp8e4nv"), 1), (stored("u8"), 3))
-        for tile in ({}, {"QUERIES": 1, "HAS_TREE": True, "IS_SPLIT": True})
-    ),
-    ("invariant_attention", "_merge_parts_kernel", TREE_ATTENTION, {**ATTENTION_SHAPE, **INVARIANT_ATTENTION}, 4),
     ("route_experts", "_route_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES, "BLOCK_M": 8}, 4),

@@ -18,7 +18,9 @@ import pytest
 import torch
 from slipstream_kernels import select
 from slipstream_kernels.attention.decode_call import DecodeCall
+from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.gemm import kernels as dense
+from slipstream_kernels.kv.reference.write_latent import read_latents
 from slipstream_kernels.moe import kernels as moe
 from slipstream_kernels.routing import Routing
 from torch import Tensor
@@ -37,8 +39,8 @@ def compute_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
         if not op.startswith("attention.") or name == "merge_attention":
             return module
 
-        def attend(call: DecodeCall) -> object:
-            result = getattr(module, name)(call)
+        def attend(call: DecodeCall | LatentCall, *arguments: object) -> object:
+            result = getattr(module, name)(call, *arguments)
             _crowd(call.out)
             return result
 
@@ -91,7 +93,7 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
         call.out[row] = (probs @ values).flatten(0, 1)
 
 
-def _keys_of_rows(call: DecodeCall, size: int) -> Iterator[tuple[int, Tensor]]:
+def _keys_of_rows(call: DecodeCall | LatentCall, size: int) -> Iterator[tuple[int, Tensor]]:
     """Each row and the slots of its keys, in the order of their positions."""
     starts = call.query_start_loc.tolist()
     for request, seq_len in enumerate(call.seq_lens.tolist()):
@@ -107,4 +109,22 @@ def _keys_of_rows(call: DecodeCall, size: int) -> Iterator[tuple[int, Tensor]]:
                 call.out[row] = 0
 
 
-OPS = (("gemm", invariant_mm), ("moe", invariant_grouped_mm), ("attention", invariant_attention))
+def invariant_head_mm(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    for row in range(len(x)):
+        out[row] = (weight @ x[row].clone()[..., None])[..., 0]
+
+
+def invariant_latent_attention(call: LatentCall) -> None:
+    for row, slots in _keys_of_rows(call, call.cache.block_size):
+        latents = read_latents(call.cache, slots).clone()
+        probs = torch.softmax((call.q[row].clone() @ latents.t()) * call.scale, dim=-1)
+        call.out[row] = probs @ latents[:, : call.rank].clone()
+
+
+OPS = (
+    ("gemm", invariant_mm),
+    ("gemm", invariant_head_mm),
+    ("moe", invariant_grouped_mm),
+    ("attention", invariant_attention),
+    ("attention", invariant_latent_attention),
+)

@@ -9,8 +9,9 @@ import torch
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT
+from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT, INVARIANT_LATENT
 from slipstream.nn.attention.backend import AttentionBackendType
+from slipstream.nn.attention.latent import LatentBackend
 from slipstream.nn.attention.split_kv import SplitKVFp8Attention
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
@@ -144,14 +145,15 @@ def check_model(
             read_key_means(resolve_checkpoint(config.model), spec)
 
 
-def _wanted_attention(config: ModelConfig) -> str | None:
+def _wanted_attention(config: ModelConfig, spec: DecoderSpec) -> str | None:
     """The requested backend; None: the best that fits. Raises ConfigError if it conflicts with `deterministic`."""
     if not config.deterministic:
         return config.attention_backend or None
-    if config.attention_backend not in ("", INVARIANT):
-        reason = f"deterministic: accepted: {INVARIANT}, or empty"
-        raise ConfigError("attention_backend", config.attention_backend, reason)
-    return INVARIANT
+    is_latent = LatentBackend.supports(spec, META, spec.dtype) is None
+    wanted = INVARIANT_LATENT if is_latent else INVARIANT
+    if config.attention_backend not in ("", wanted):
+        raise ConfigError("attention_backend", config.attention_backend, f"deterministic: accepted: {wanted}, or empty")
+    return wanted
 
 
 def _attention_refusal(
@@ -188,7 +190,7 @@ def _build(
     check_fp8_prefill(config, spec, device, kv_dtype)
     own = spec.of_rank(parallel)
     backend_name, backend = ATTENTION_BACKENDS.select(
-        lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config)
+        lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config, own)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
     context = _context(config, methods, place or device, dtype, parallel, device)

@@ -49,28 +49,37 @@ def latent_attention(
     ordered, on one stream, with one call before any graph capture.
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 (absorbed projections); split keys: Flash-Decoding.
     """
-    require_float("q", q)
-    check_latent_cache(cache, q.dtype)
-    num_tokens, num_heads = q.shape[:2]
-    require_shape("q", q, (num_tokens, num_heads, cache.rank + cache.rope_dim))
-    check_requests(block_tables, query_start_loc, seq_lens)
-    if tree_mask is not None:
-        check_rows(q, max_query_len, tree_mask, None)
-    if max_query_len < 1 or not q.is_contiguous():
-        raise ValueError(f"max_query_len: {max_query_len}, expected at least 1, and contiguous q")
-    shape = (num_tokens, num_heads, cache.rank)
-    if out is None:
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    require_shape("out", out, shape)
-    if out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(f"out: must be contiguous and {q.dtype}")
+    out = empty_latents(q, cache) if out is None else out
     call = LatentCall(
         q, cache, block_tables, query_start_loc, seq_lens, tree_mask, out, max_query_len, max_seq_len, scale,
         is_prefix_settled,
     )  # fmt: skip
+    check_call(call)
     version = select_cuda(OP, OP, backend, q.is_cuda and prefers_cuda(call), lambda cuda: cuda.refusal(call))
     (version or select(OP, backend, q)).latent_attention(call)
     return out
+
+
+def empty_latents(q: torch.Tensor, cache: LatentCache) -> torch.Tensor:
+    """Room for the result of attention over latents."""
+    return torch.empty((*q.shape[:2], cache.rank), dtype=q.dtype, device=q.device)
+
+
+def check_call(call: LatentCall) -> None:
+    """Raise ValueError for tensors that do not fit each other."""
+    q, cache, out = call.q, call.cache, call.out
+    require_float("q", q)
+    check_latent_cache(cache, q.dtype)
+    num_tokens, num_heads = q.shape[:2]
+    require_shape("q", q, (num_tokens, num_heads, cache.rank + cache.rope_dim))
+    check_requests(call.block_tables, call.query_start_loc, call.seq_lens)
+    if call.tree_mask is not None:
+        check_rows(q, call.max_query_len, call.tree_mask, call.positions)
+    if call.max_query_len < 1 or not q.is_contiguous():
+        raise ValueError(f"max_query_len: {call.max_query_len}, expected at least 1, and contiguous q")
+    require_shape("out", out, (num_tokens, num_heads, cache.rank))
+    if out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out: must be contiguous and {q.dtype}")
 
 
 def prefers_cuda(call: LatentCall) -> bool:

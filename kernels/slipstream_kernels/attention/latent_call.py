@@ -14,7 +14,7 @@ from slipstream_kernels.latent_cache import LatentCache
 
 @dataclass(frozen=True)
 class LatentCall:
-    """Shapes and meaning: ops.latent_attention."""
+    """Shapes and meaning: ops.latent_attention. positions: ops.invariant_latent_attention's."""
 
     q: torch.Tensor
     cache: LatentCache
@@ -26,7 +26,8 @@ class LatentCall:
     max_query_len: int
     max_seq_len: int
     scale: float
-    is_prefix_settled: bool
+    is_prefix_settled: bool = False
+    positions: torch.Tensor | None = None
 
     @property
     def rows(self) -> torch.Tensor:

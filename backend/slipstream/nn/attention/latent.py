@@ -126,16 +126,16 @@ class AbsorbedAndPrompts:
                 continue
             tokens = rows.tokens
             absorbed = _absorbed(q[tokens], layer, cache)
-            self._write(tokens, q, latent, layer, cache, absorbed[..., cache.rank :])
+            write_latents(self.batch, tokens, (q, latent), layer, cache, absorbed[..., cache.rank :])
             self._attend_absorbed(rows, absorbed, layer, cache, out[tokens], rows is self.decodes)
         if self.prompts is not None:
             tokens = self.prompts.rows.tokens
-            self._write(tokens, q, latent, layer, cache, q[tokens, :, layer.nope_dim :])
+            write_latents(self.batch, tokens, (q, latent), layer, cache, q[tokens, :, layer.nope_dim :])
             self._attend_prompts(self.prompts, q[tokens], layer, cache, out[tokens])
         return out
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
-        self._write(slice(None), q, latent, layer, cache, q[..., layer.nope_dim :])
+        write_latents(self.batch, slice(None), (q, latent), layer, cache, q[..., layer.nope_dim :])
         q = q[self.batch.logits_indices]
         out = q.new_empty(*q.shape[:2], layer.kv_b.shape[1] - layer.nope_dim)
         if q.shape[0]:
@@ -143,22 +143,6 @@ class AbsorbedAndPrompts:
             absorbed[..., cache.rank :] = q[..., layer.nope_dim :]
             self._attend_absorbed(last_rows(self.batch), absorbed, layer, cache, out, is_decode=False)
         return out
-
-    def _write(
-        self, tokens: slice, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache, q_out: Tensor
-    ) -> None:
-        """Store the latents of these tokens, and rotate their queries into q_out."""
-        ops.write_latent(
-            q[tokens, :, layer.nope_dim :],
-            latent[tokens],
-            self.batch.positions[tokens],
-            self.batch.slot_mapping[tokens],
-            layer.rope,
-            layer.norm_weight,
-            layer.norm_eps,
-            cache,
-            q_out,
-        )
 
     def _attend_absorbed(
         self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor, is_decode: bool
@@ -219,6 +203,29 @@ class AbsorbedAndPrompts:
             out=out,
         )
         return lse
+
+
+def write_latents(
+    batch: ForwardBatch,
+    tokens: slice,
+    projected: tuple[Tensor, Tensor],
+    layer: LatentLayer,
+    cache: ops.LatentCache,
+    q_out: Tensor,
+) -> None:
+    """Store the latents of these tokens, and rotate their queries into q_out. projected: q and latents of the step."""
+    q, latent = projected
+    ops.write_latent(
+        q[tokens, :, layer.nope_dim :],
+        latent[tokens],
+        batch.positions[tokens],
+        batch.slot_mapping[tokens],
+        layer.rope,
+        layer.norm_weight,
+        layer.norm_eps,
+        cache,
+        q_out,
+    )
 
 
 def _absorbed(q: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:

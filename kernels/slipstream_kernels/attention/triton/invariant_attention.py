@@ -36,14 +36,14 @@ EXACT = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _part_begin(part, FIRST: tl.constexpr, PER_LENGTH: tl.constexpr):
+def part_begin(part, FIRST: tl.constexpr, PER_LENGTH: tl.constexpr):
     """The position at which a part begins."""
     stretch = (tl.zeros_like(part) + 1) << (part // PER_LENGTH)
     return FIRST * (PER_LENGTH * (stretch - 1) + part % PER_LENGTH * stretch)
 
 
 @triton.jit
-def _merge(total, maximum, normaliser, part_sum, part_maximum, part_normaliser):
+def merge_part(total, maximum, normaliser, part_sum, part_maximum, part_normaliser):
     """Add a part to those before it."""
     new_maximum = tl.maximum(maximum, part_maximum)
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -53,7 +53,46 @@ def _merge(total, maximum, normaliser, part_sum, part_maximum, part_normaliser):
 
 
 @triton.jit
-def _slots_of(keys, prefix, tree_mask):
+def add_scores(scores, maximum, normaliser):
+    """A tile of scores (base 2) joins an online softmax: probabilities, the factor on sums so far, the new state."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    probs = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(maximum - shift)
+    return probs, rescale, new_maximum, tl.fma(normaliser, rescale, tl.sum(probs, axis=1))
+
+
+@triton.jit
+def find_queries(query_start_loc_ptr, num_requests, tile, QUERIES: tl.constexpr):
+    """Of a tile: its request, where that begins, its number of tokens, and which of them is the tile's first."""
+    request = find_request(query_start_loc_ptr, num_requests, tile, 1, QUERIES)
+    start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - start
+    return request, start, query_len, (tile - (start // QUERIES + request)) * QUERIES
+
+
+@triton.jit
+def place_rows(start, query_len, first_query, seq_len, tree_mask_ptr, positions_ptr, QUERIES: tl.constexpr,
+               GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HAS_TREE: tl.constexpr):  # fmt: skip
+    """Of a tile's rows: whether there is one, its token, its position; the tree mask, and where their keys end."""
+    queries, prefix = tl.arange(0, BLOCK_M) // GROUP, seq_len - query_len
+    is_row = (queries < QUERIES) & (first_query + queries < query_len)
+    tokens = (start + first_query).to(tl.int64) + queries
+    if HAS_TREE:
+        position = tl.load(positions_ptr + start + first_query).to(tl.int32)
+        positions = position + queries * 0
+        tree_mask = tl.load(tree_mask_ptr + start + first_query)
+        end = tl.minimum(seq_len, position + 1)
+    else:
+        positions = prefix + first_query + queries
+        tree_mask = 0
+        end = tl.minimum(seq_len, prefix + first_query + QUERIES)
+    return is_row, tokens, positions, tree_mask, end
+
+
+@triton.jit
+def slots_of(keys, prefix, tree_mask):
     """Slots of the keys at these positions on the path of a row: the n-th after the prefix is its n-th set bit."""
     bits = tl.arange(0, 64)
     is_set = ((tree_mask >> bits.to(tl.int64)) & 1).to(tl.int32)
@@ -76,7 +115,7 @@ def _attend_part(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale
         keys = first_key + tl.arange(0, BLOCK_N)
         is_key = keys < end
         if HAS_TREE:
-            slots = _slots_of(keys, prefix, tree_mask)
+            slots = slots_of(keys, prefix, tree_mask)
             blocks = tl.load(table_ptr + slots // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             rows = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slots % BLOCK_SIZE
         else:
@@ -99,22 +138,16 @@ def _attend_part(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale
         if HAS_WINDOW:
             seen = seen & (positions[:, None] - keys[None, :] < window)
         scores = tl.where(seen, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        probs = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(maximum - shift)
-        normaliser = tl.fma(normaliser, rescale, tl.sum(probs, axis=1))
+        probs, rescale, maximum, normaliser = add_scores(scores, maximum, normaliser)
         if FORMAT >= INT8:
             probs *= tl.load(value_scale_ptr + rows, mask=is_key, other=0.0)[None, :] * VALUE_BOOST
         v = gather_rows(value_cache_ptr, rows, is_key, q.dtype, FORMAT, D, BLOCK_N, BLOCK_D)
         acc = acc * rescale[:, None] + dot(probs.to(v.dtype), v)
-        maximum = new_maximum
     return acc, maximum, normaliser
 
 
 @triton.jit
-def _store(out_ptr, places, is_row, total, normaliser, factor, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_normalised(out_ptr, places, is_row, total, normaliser, factor, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Normalise and write rows at out_ptr + places * D.  A padding request saw no key: its rows become zero."""
     dims = tl.arange(0, BLOCK_D)
     y = total * (factor / tl.where(normaliser == 0.0, 1.0, normaliser))[:, None]
@@ -136,27 +169,16 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
                                 PER_LENGTH: tl.constexpr):  # fmt: skip
     """Grid (tiles of QUERIES tokens, kv heads, parts if IS_SPLIT); a row is one query head of one token."""
     tile, kv_head, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = find_request(query_start_loc_ptr, num_requests, tile, 1, QUERIES)
-    start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - start
-    first_query = (tile - (start // QUERIES + request)) * QUERIES
+    request, start, query_len, first_query = find_queries(query_start_loc_ptr, num_requests, tile, QUERIES)
     if first_query >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + request)
     prefix = seq_len - query_len
-    queries, heads = tl.arange(0, BLOCK_M) // GROUP, kv_head * GROUP + tl.arange(0, BLOCK_M) % GROUP
-    is_row = (queries < QUERIES) & (first_query + queries < query_len)
-    tokens = (start + first_query).to(tl.int64) + queries
-    if HAS_TREE:
-        position = tl.load(positions_ptr + start + first_query).to(tl.int32)
-        positions = position + queries * 0
-        tree_mask = tl.load(tree_mask_ptr + start + first_query)
-        end = tl.minimum(seq_len, position + 1)
-    else:
-        positions = prefix + first_query + queries
-        tree_mask = 0
-        end = tl.minimum(seq_len, prefix + first_query + QUERIES)
-    if IS_SPLIT and _part_begin(part, FIRST, PER_LENGTH) >= end:
+    heads = kv_head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+    is_row, tokens, positions, tree_mask, end = place_rows(
+        start, query_len, first_query, seq_len, tree_mask_ptr, positions_ptr, QUERIES, GROUP, BLOCK_M, HAS_TREE
+    )
+    if IS_SPLIT and part_begin(part, FIRST, PER_LENGTH) >= end:
         return
     dims = tl.arange(0, BLOCK_D)
     offsets = tokens * token_stride + heads * head_stride
@@ -169,25 +191,25 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
     scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE)
     if not (HAS_SOFT_CAP or HAS_ALIBI):
         scale *= 1.4426950408889634
-    slopes = queries.to(tl.float32)
+    slopes = positions.to(tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + heads)
     table_ptr = tables_ptr + request.to(tl.int64) * table_stride
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     maximum, normaliser = start_softmax(sinks_ptr, heads, BLOCK_M, HAS_SINKS and not IS_SPLIT)
-    begin, stop = _part_begin(part, FIRST, PER_LENGTH), end
+    begin, stop = part_begin(part, FIRST, PER_LENGTH), end
     if IS_SPLIT:
         stop = tl.minimum(end, begin + 1)  # one turn of the loop
     while begin < stop:
         part += 1
-        next_begin = _part_begin(part, FIRST, PER_LENGTH)
+        next_begin = part_begin(part, FIRST, PER_LENGTH)
         part_sum, part_maximum, part_normaliser = _attend_part(
             q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head,
             tl.maximum(begin, lowest), tl.minimum(next_begin, end), end, prefix, tree_mask, scale, window,
             soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N, BLOCK_D, FORMAT, HAS_WINDOW, HAS_ALIBI,
             HAS_SOFT_CAP, HAS_TREE)  # fmt: skip
         # Of the first part without sinks this is the part itself, to the bit.
-        total, maximum, normaliser = _merge(total, maximum, normaliser, part_sum, part_maximum, part_normaliser)
+        total, maximum, normaliser = merge_part(total, maximum, normaliser, part_sum, part_maximum, part_normaliser)
         begin = next_begin
     places = tokens * (NUM_KV_HEADS * GROUP) + heads
     if IS_SPLIT:
@@ -197,7 +219,7 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
         tl.store(partial_ptr + places[:, None] * BLOCK_D + dims[None, :], total, mask=is_row[:, None])
     else:
         factor = value_factor(value_scale_ptr, kv_head, FORMAT, HAS_SCALE)
-        _store(out_ptr, places, is_row, total, normaliser, factor, D, BLOCK_D)
+        store_normalised(out_ptr, places, is_row, total, normaliser, factor, D, BLOCK_D)
 
 
 @step_kernel
@@ -233,11 +255,11 @@ def _merge_parts_kernel(partial_ptr, maxima_ptr, normalisers_ptr, value_scale_pt
         part_maximum = tl.load(maxima_ptr + stored, mask=is_row, other=float("-inf"))
         part_normaliser = tl.load(normalisers_ptr + stored, mask=is_row, other=0.0)
         part_sum = tl.load(partial_ptr + stored[:, None] * BLOCK_D + dims[None, :], mask=is_row[:, None], other=0.0)
-        total, maximum, normaliser = _merge(total, maximum, normaliser, part_sum, part_maximum, part_normaliser)
+        total, maximum, normaliser = merge_part(total, maximum, normaliser, part_sum, part_maximum, part_normaliser)
         part += 1
-        begin = _part_begin(part, FIRST, PER_LENGTH)
+        begin = part_begin(part, FIRST, PER_LENGTH)
     factor = value_factor(value_scale_ptr, kv_head, FORMAT, HAS_SCALE)
-    _store(out_ptr, places, is_row, total, normaliser, factor, D, BLOCK_D)
+    store_normalised(out_ptr, places, is_row, total, normaliser, factor, D, BLOCK_D)
 
 
 def count_parts(max_seq_len: int) -> int:
@@ -265,7 +287,7 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
     num_tiles = num_tokens // queries + num_requests  # each request may end within a tile
     block_d, num_parts = triton.next_power_of_2(head_dim), count_parts(max_seq_len)
     num_rows = num_tokens * num_q_heads
-    splits = is_split(num_tiles * num_kv_heads, num_rows, num_parts, block_d, _count_sms(call.q.device))
+    splits = is_split(num_tiles * num_kv_heads, num_rows, num_parts, block_d, count_sms(call.q.device))
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_d, dtype=torch.float32, device=call.q.device)
@@ -293,5 +315,5 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
 
 
 @lru_cache
-def _count_sms(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

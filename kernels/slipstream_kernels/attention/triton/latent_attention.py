@@ -184,7 +184,7 @@ def _tile_keys(call: LatentCall, block_m: int) -> int:
     32, 64 and 16: less than 99 KiB)."""
     if call.q.dtype == torch.float32:
         largest = 16
-    elif block_m > 16 and _has_small_shared_memory(call.q.device):
+    elif block_m > 16 and has_small_shared_memory(call.q.device):
         largest = 1024 // block_m
     elif call.cache.is_fp8 or (block_m > 32 and hopper_refusal(call.q.device, "q is") is not None):
         largest = 32
@@ -204,7 +204,7 @@ def _num_splits(call: LatentCall, num_tiles: int) -> int:
 
 
 @lru_cache
-def _has_small_shared_memory(device: torch.device) -> bool:
+def has_small_shared_memory(device: torch.device) -> bool:
     """Of compute capability 8.6, 8.9 or 12.0: 99 KiB a program."""
     if device.type != "cuda":
         return False

@@ -1,0 +1,100 @@
+"""Latent attention (MLA) of deterministic mode: every row absorbed, by ops whose result no other row changes.
+
+Un-absorbed, as latent.py computes long prompts, a row would be another sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.attention.backend import LatentLayer
+from slipstream.nn.attention.latent import LatentBackend, write_latents
+from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_types import gpu_geometry_refusal
+from slipstream.nn.spec import DecoderSpec
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class InvariantLatent:
+    spec: DecoderSpec
+
+    @staticmethod
+    def supports(
+        spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        return LatentBackend.supports(spec, device, dtype, kv_dtype)
+
+    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
+        return gpu_geometry_refusal(self.spec, block_size)
+
+    def plan(self, batch: ForwardBatch) -> InvariantLatentStep:
+        """Trees are rows of the step's beginning: with one, the op is called for these, and for the others apart."""
+        trees = None if batch.tree_mask is None else decode_rows(batch)
+        return InvariantLatentStep(batch, trees, rows_after(batch, trees))
+
+
+@dataclass(frozen=True)
+class InvariantLatentStep:
+    """trees: rows with a tree mask, None if there are none. chains: all others, None if there are none."""
+
+    batch: ForwardBatch
+    trees: Rows | None
+    chains: Rows | None
+
+    def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        absorbed = _absorbed(q, layer, cache)
+        write_latents(self.batch, ALL, (q, latent), layer, cache, absorbed[..., cache.rank :])
+        latents = absorbed.new_empty(*absorbed.shape[:2], cache.rank)
+        for rows in (self.trees, self.chains):
+            if rows is not None:
+                self._attend(rows, absorbed, layer, cache, latents)
+        return _values(latents, layer)
+
+    def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        rotated = q[..., layer.nope_dim :]
+        write_latents(self.batch, ALL, (q, latent), layer, cache, rotated)
+        wanted = self.batch.logits_indices
+        absorbed = _absorbed(q[wanted], layer, cache)
+        absorbed[..., cache.rank :] = rotated[wanted]
+        latents = absorbed.new_empty(*absorbed.shape[:2], cache.rank)
+        if len(latents):
+            self._attend(last_rows(self.batch), absorbed, layer, cache, latents)
+        return _values(latents, layer)
+
+    def _attend(self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor) -> None:
+        """absorbed, out: of all rows of the step."""
+        batch, tokens, is_tree = self.batch, rows.tokens, rows is self.trees
+        ops.invariant_latent_attention(
+            absorbed[tokens],
+            cache,
+            rows.block_tables,
+            rows.query_start_loc,
+            rows.seq_lens,
+            max_query_len=rows.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            scale=layer.scale,
+            tree_mask=batch.tree_mask if is_tree else None,
+            positions=batch.positions[tokens] if is_tree else None,
+            out=out[tokens],
+        )
+
+
+def _absorbed(q: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+    """Queries in the space of cache rows, [T, num_q_heads, rank + rope_dim], without their rotated part."""
+    absorbed = q.new_empty(*q.shape[:2], cache.rank + cache.rope_dim)
+    keys = layer.kv_b[:, : layer.nope_dim].transpose(1, 2)
+    ops.invariant_head_mm(q[..., : layer.nope_dim], keys, absorbed[..., : cache.rank])
+    return absorbed
+
+
+def _values(latents: Tensor, layer: LatentLayer) -> Tensor:
+    """Each head's values of what it attended to, [T, num_q_heads, value_dim]."""
+    values = layer.kv_b[:, layer.nope_dim :]
+    return ops.invariant_head_mm(latents, values, latents.new_empty(*latents.shape[:2], values.shape[1]))

@@ -1,0 +1,10 @@
+"""invariant_head_mm in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def invariant_head_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ops.invariant_head_mm."""
+    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
