@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from engine_driver import Told, make_engine, model_worker, run_all, run_steps
 from rehearsed_graphs import num_replays, rehearse_graphs
 from row_by_row import compute_row_by_row
+from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -154,6 +156,21 @@ def test_trees_and_modules_that_draft_change_nothing(
         found, requests = together(engine, prompts)
         assert found == alone
         assert sum(request.num_drafted_tokens for request in requests) > 0
+
+
+@pytest.mark.skipif(HAS_GPU, reason="ranks are processes on the CPU, whose sums in float32 are compared")
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_share_experts_and_heads(
+    checkpoints: dict[str, Path], prompts: list[list[int]], expert_parallel: bool
+) -> None:
+    parallel, texts = ParallelConfig(tensor_parallel_size=2, expert_parallel=expert_parallel), []
+    greedy = replace(WANTED[0], logprobs=None)
+    for own in (ParallelConfig(), parallel):
+        scheduler = {"max_num_batched_tokens": 24}
+        engine = make_engine(checkpoints["deepseek-v3"], {"deterministic": True}, {}, scheduler, parallel=own)
+        texts.append([told.token_ids for told in run_all(engine, prompts[:3], greedy)])
+        engine.close()
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.usefixtures("row_by_row")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from latent_cases import LatentCase, dense_latent_attention, make_latent_case
 from slipstream_kernels import ops
+from slipstream_kernels.attention.triton import invariant_attention
 from slipstream_kernels.attention.triton import invariant_latent_attention as triton_latent
 from tolerances import ATTENTION, SCALED_MM
 
@@ -177,6 +178,15 @@ def test_each_heads_product_of_published_sizes(sizes: tuple[int, int, int]) -> N
     for first, last in ((0, 1), (3, 20), (5, 133), (17, 700)):
         part = ops.invariant_head_mm(x[first:last], weight, x.new_empty(last - first, num_heads, out_features))
         assert torch.equal(part, whole[first:last])
+
+
+def test_long_contexts_of_some_requests_are_split() -> None:
+    """Of DeepSeek-V3: 48 requests in a graph for 128k tokens, on a GPU of 132 SMs; a prompt fills the GPU itself."""
+    num_parts, head_bytes = invariant_attention.count_parts(1 << 17), triton_latent.PARTIAL_BYTES
+    for num_tokens, expected in ((1, True), (48, True), (4096, False)):
+        sizes = 2 * num_tokens, num_tokens * 128 * 512, num_parts, 132
+        assert invariant_attention.is_split(*sizes, 128 * head_bytes) is expected
+    assert not invariant_attention.is_split(2, 64 * 512, 1, 132)
 
 
 def test_heads_of_a_tile() -> None:

@@ -271,9 +271,14 @@ def count_parts(max_seq_len: int) -> int:
     return max(parts, 1)
 
 
-def is_split(num_programs: int, num_rows: int, num_parts: int, block_d: int, num_sms: int) -> bool:
-    """Whether parts are programs of their own: when tiles alone do not fill the GPU twice.  Either gives the same."""
-    return num_parts > 1 and num_programs < 2 * num_sms and 4 * num_rows * num_parts * block_d <= MAX_PARTIAL_BYTES
+def is_split(
+    num_programs: int, num_sums: int, num_parts: int, num_sms: int, most_bytes: int = MAX_PARTIAL_BYTES
+) -> bool:
+    """Whether parts are programs of their own: when tiles alone do not fill the GPU twice.  Either gives the same.
+
+    num_sums: fp32 numbers that a part leaves, of all rows; most_bytes: that all parts may.
+    """
+    return num_parts > 1 and num_programs < 2 * num_sms and 4 * num_sums * num_parts <= most_bytes
 
 
 def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
@@ -287,7 +292,7 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
     num_tiles = num_tokens // queries + num_requests  # each request may end within a tile
     block_d, num_parts = triton.next_power_of_2(head_dim), count_parts(max_seq_len)
     num_rows = num_tokens * num_q_heads
-    splits = is_split(num_tiles * num_kv_heads, num_rows, num_parts, block_d, count_sms(call.q.device))
+    splits = is_split(num_tiles * num_kv_heads, num_rows * block_d, num_parts, count_sms(call.q.device))
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_d, dtype=torch.float32, device=call.q.device)

@@ -34,6 +34,8 @@ from slipstream_kernels.triton.interpreter import dot
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 FLOAT32_ROWS, FLOAT32_KEYS = 16, 16  # of a tile
+# Of a head: what its keys and values of a piece of a prompt's cached tokens would take, which this mode never makes.
+PARTIAL_BYTES = 4 << 20
 
 
 @triton.jit
@@ -152,7 +154,9 @@ def invariant_latent_attention(call: LatentCall) -> None:
     queries, num_groups = 1 if has_tree else block_m // group, num_heads // group
     num_tiles, num_parts = num_tokens // queries + num_requests, count_parts(call.max_seq_len)
     num_rows, block_r = num_tokens * num_heads, int(shape["BLOCK_R"])
-    splits = is_split(num_tiles * num_groups, num_rows, num_parts, block_r, count_sms(call.q.device))
+    splits = is_split(
+        num_tiles * num_groups, num_rows * block_r, num_parts, count_sms(call.q.device), num_heads * PARTIAL_BYTES
+    )
     num_parts = num_parts if splits else 1
     partial = maxima = normalisers = call.out
     if splits:
