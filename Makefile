@@ -40,7 +40,7 @@ demo: assemble
 serve: assemble $(if $(ENCODERS),encoders)
 	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(SPECULATE),--speculate '$(SPECULATE)') $(if $(ENCODERS),--encoders) $(ARGS)
 
-# Without ARGS the tests run in three parts, all of them always: those without a server, with a fifth of the cases of
+# Without ARGS the tests run in three parts, all of them always: those without a server, with a part of the cases of
 # large grids (all of them: make test ARGS=tests/kernels); those that wait for servers and clients most of their time;
 # then those marked `alone`, with the machine to themselves, as they measure what an attack costs other clients.
 # The first two run a file a worker, the longest files first, with more workers than cores: many wait for other processes.

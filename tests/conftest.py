@@ -34,7 +34,7 @@ LONGEST = (ROOT / "tests/longest_files.txt").read_text().split()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-server", action="store_true", help="fail, not skip, without tritonserver (`make test`)")
-    parser.addoption("--sample-cases", action="store_true", help="a fifth of the cases of large grids (`make test`)")
+    parser.addoption("--sample-cases", action="store_true", help="fewer cases of large grids (`make test`)")
     parser.addoption("--longest-first", action="store_true", help="begin with tests/longest_files.txt")
 
 
@@ -60,15 +60,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sampled(cases: list[pytest.Function], seen: set[tuple[Path, str, str]]) -> set[pytest.Function]:
-    """A fifth of the cases of a grid: first those with most values of parameters that no case of its file has had."""
+    """A fifth of the cases of a grid, or more until the file has had each value of its parameters; first those with
+    most values that it has not had."""
     left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
     taken: set[pytest.Function] = set()
 
     def values(case: pytest.Function) -> set[tuple[Path, str, str]]:
         return {(case.path, name, repr(value)) for name, value in case.callspec.params.items()}
 
-    while len(taken) * SHARE < len(cases):
+    while left:
         case = max(left, key=lambda case: len(values(case) - seen))
+        if len(taken) * SHARE >= len(cases) and not values(case) - seen:
+            break
         left.remove(case)
         taken.add(case)
         seen |= values(case)
