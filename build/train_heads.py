@@ -49,8 +49,11 @@ def main() -> None:
     skipped = ("kind", "model", "out", "packed", "texts", "state")
     options = {name: value for name, value in vars(args).items() if name not in skipped}
     config = HeadsConfig(args.kind, args.model, out, args.state, **options)
-    text, held_out = packed_text(args.packed) if args.texts is None else line_text(args.texts, args.model)
-    trainer = train(config, text, held_out)
+    try:
+        text, held_out = packed_text(args.packed) if args.texts is None else line_text(args.texts, args.model)
+        trainer = train(config, text, held_out)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     record = summary(trainer)
     path = export(trainer.head, record, out, args.model)
     print(json.dumps({key: record[key] for key in ("kind", "steps", "seconds", "given_right")}))

@@ -54,10 +54,15 @@ class HeadsConfig:
 
 
 def build_head(config: HeadsConfig, teacher: Teacher, token_ids: Tensor) -> Head:
-    """token_ids: of the training text, whose most frequent tokens an EAGLE head can draft."""
+    """token_ids: of the training text, whose most frequent tokens an EAGLE head can draft.
+
+    Raises ValueError for an MTP module of a model with latent attention, which it would share.
+    """
     if config.kind == "medusa":
         return Medusa(teacher, config.num_heads, config.num_blocks)
     if config.kind == "mtp":
+        if getattr(teacher.config, "kv_lora_rank", None):
+            raise ValueError("mtp: modules with latent attention are not trained here; train eagle or medusa")
         return MTP(teacher)
     size = min(config.draft_vocab_size, teacher.config.vocab_size)
     if config.kind == "draft":

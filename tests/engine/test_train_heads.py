@@ -16,6 +16,7 @@ from engine_driver import make_engine
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from speculation_config import speculation_config
+from tiny_checkpoints import make_checkpoint
 from tiny_model import make_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
@@ -45,6 +46,12 @@ def config(kind: str, model: Path, out: Path, **options: object) -> HeadsConfig:
     settings = {"max_steps": 4, "max_seconds": 6e4, **sizes, **options}  # steps end it: the rate falls with either
     out.mkdir(parents=True, exist_ok=True)
     return HeadsConfig(kind, model, out, **settings)  # type: ignore[arg-type]
+
+
+def test_an_mtp_module_with_latent_attention_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("deepseek-v2-lite", tmp_path)
+    with pytest.raises(ValueError, match=r"mtp: .*train eagle or medusa"):
+        train(config("mtp", tmp_path, tmp_path / "mtp"), TEXT, HELD_OUT)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
