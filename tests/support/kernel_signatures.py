@@ -302,7 +302,8 @@ KERNELS = [
     ),
     (
         "penalties", "_count_kernel",
-        {**STRIDES, "token_ids_ptr": "*i64", "prompt_lens_ptr": "*i32", "num_tokens_ptr": "*i32", "counts_ptr": "*i32"},
+        {"history_stride": "i32", "vocab_size": "i32", "token_ids_ptr": "*i64", "prompt_lens_ptr": "*i32",
+         "num_tokens_ptr": "*i32", "counts_ptr": "*i32"},
         {"BLOCK": 1024}, 4,
     ),
     (

@@ -138,7 +138,8 @@ class SimulatedDevice:
         while computed < num_tokens:
             num_new, seconds = self.step(num_decodes, computed, num_tokens - computed)
             computed += num_new
-            found.append(seconds)
+            if num_new:  # else it is one of decodes alone, to be measured
+                found.append(seconds)
         return found
 
 
@@ -203,6 +204,45 @@ def test_rows_that_wait_for_the_weights_do_not_make_later_steps_too_long() -> No
     for _ in range(3):
         pace.note(6000, has_decodes=True, seconds=seconds(6000))
     assert seconds(pace.most_tokens(0)) <= 1.02 * AUTO_STEP_SECONDS
+
+
+class Load:
+    """20 prompts a step, of 60 tokens behind 1,000 cached ones; a step takes so many seconds, and 8 us a token."""
+
+    def __init__(self, pace: StepPace) -> None:
+        self.now, self.budget = 0.0, PrefillBudget(8192, 8 * PARITY, pace, clock=lambda: self.now)
+
+    def step(self, decodes_s: float, most: int = 60) -> tuple[int, float]:
+        """Tokens of prompts and seconds."""
+        step = step_of(1)
+        self.budget.begin_step(step, num_waiting=20)
+        num_tokens = sum(self.budget.take(1000, most, 8192) for _ in range(20))
+        seconds = decodes_s + 8e-6 * step.prefill_weight
+        self.now += seconds
+        self.budget.note_done(step)
+        return num_tokens, seconds
+
+
+def test_a_short_first_prompt_does_not_bound_the_later_ones() -> None:
+    """Its 20 tokens take as long as their launches."""
+    pace = StepPace()
+    pace.note(0, has_decodes=True, seconds=0.006)
+    pace.note(20, has_decodes=True, seconds=0.008)
+    load = Load(pace)
+    assert [load.step(0.006)[0] for _ in range(40)][-1] == 1200
+
+
+def test_decodes_that_became_shorter_are_noticed_beside_prompts() -> None:
+    """A step in 64 is without prompts, and measures them."""
+    pace = StepPace()
+    for _ in range(20):
+        pace.note(0, has_decodes=True, seconds=0.1)
+    load = Load(pace)
+    before = [load.step(0.006, 3000) for _ in range(60)]
+    assert min(seconds for _, seconds in before) > 0.06, "three times what decodes took"
+    after = [load.step(0.006, 3000) for _ in range(600)]
+    assert sum(not num_tokens for num_tokens, _ in after) in (9, 10)
+    assert all(0.03 < seconds < 0.046 for num_tokens, seconds in after[300:] if num_tokens)
 
 
 @pytest.mark.parametrize("num_missing", range(MIN_CHUNK, 4 * MIN_CHUNK, 3))

@@ -28,7 +28,9 @@ AUTO_RATIO = 3.0
 PROMPTS_OF_A_STEP, MOST_STEPS = 8, 1.75
 _NUM_STEPS = 15  # with prompts, that count: a few that compile or wait for the host change nothing
 _ENOUGH = 2 / 3  # of them agree that no more tokens fit
-_NUM_QUIET = 15
+_NUM_QUIET = 5
+# After so many steps with decodes and prompts one has decodes alone: how long these take changes with their contexts.
+_MOST_MIXED = 64
 
 
 class StepPace:
@@ -48,6 +50,14 @@ class StepPace:
         self._quiet_s = 0.0  # their median
         # Weight and seconds of steps with prompts, and of the latter what decodes were a part of.
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_NUM_STEPS)
+        self._num_mixed = 0  # steps with decodes and prompts since one of decodes alone
+
+    def is_quiet_due(self) -> bool:
+        """Whether the next step should have decodes alone, to be measured; asks for one, not for several in a row."""
+        is_due = self._num_mixed >= _MOST_MIXED
+        if is_due:
+            self._num_mixed = 0
+        return is_due
 
     def most_tokens(self, num_waiting: int) -> float:
         """Without a context; inf until a step with a prompt was measured."""
@@ -71,7 +81,11 @@ class StepPace:
         if not weight:
             self._quiet.append(seconds)
             self._quiet_s = median(self._quiet)
-        elif weight >= MIN_CHUNK or not self._steps:  # fewer take as long as their launches
+            self._num_mixed = 0
+            return
+        self._num_mixed += has_decodes
+        # Fewer take as long as their launches, and say too little of more: they count until more have been measured.
+        if weight >= MIN_CHUNK or weight > max((known for known, _, _ in self._steps), default=0.0):
             self._steps.append((weight, seconds, self._quiet_s if has_decodes else 0.0))
 
 
@@ -111,7 +125,8 @@ class PrefillBudget:
         step.scheduled_at = self._clock()
         self._full = self._limit if step.num_decodes else math.inf
         if self._pace is not None and step.num_decodes:
-            self._full = min(self._limit, max(MIN_CHUNK, self._pace.most_tokens(num_waiting)))
+            most = max(MIN_CHUNK, self._pace.most_tokens(num_waiting))
+            self._full = 0.0 if self._pace.is_quiet_due() else min(self._limit, most)
         self._left = self._full
 
     def take(self, num_computed: int, num_missing: int, budget: int) -> int:
@@ -119,6 +134,8 @@ class PrefillBudget:
 
         The first prompt of a step gets MIN_CHUNK tokens, or the limit if that is less, in any context.
         """
+        if not self._full:
+            return 0
         weight = 1.0 + num_computed / self._parity
         most = self._left / weight
         if self._left == self._full:

@@ -49,6 +49,10 @@ class Pipe(Protocol):
         """Fills and returns `rows`, whose shape and dtype are the sender's."""
         ...
 
+    def drain(self) -> None:
+        """Let go of what was sent, after all of it has been received."""
+        ...
+
 
 @dataclass(frozen=True)
 class Parallel:

@@ -24,14 +24,20 @@ class GroupPipe:
 
     def send(self, rows: Tensor) -> None:
         group, rank = self._to_next
-        while len(self._underway) >= self._most:
-            self._underway.popleft()[0].wait()
+        self._wait_until(self._most - 1)
         self._underway.append((dist.isend(rows, rank, group=group), rows))
 
     def receive(self, rows: Tensor) -> Tensor:
         group, rank = self._from_previous
         dist.recv(rows, rank, group=group)
         return rows
+
+    def drain(self) -> None:
+        self._wait_until(0)
+
+    def _wait_until(self, num_underway: int) -> None:
+        while len(self._underway) > num_underway:
+            self._underway.popleft()[0].wait()
 
 
 def stage_groups(parallel: Parallel, timeout: timedelta) -> tuple[Any, GroupPipe]:

@@ -155,6 +155,8 @@ class ModelWorker:
             self._waiting = None
             self._is_asleep = True
             del self.runner, self.speculator
+            if (pipe := self._hardware.parallel.pipe) is not None:
+                pipe.drain()
         device = self._hardware.device
         if level > 1:
             self._target = self._host_weights = None
@@ -185,6 +187,7 @@ class ModelWorker:
 
     def close(self) -> None:
         self._launched.clear()
+        self._staged.clear()
         self._waiting = self._target = self._host_weights = None
         if not self._is_asleep:
             del self.runner, self.speculator

@@ -15,6 +15,7 @@ from slipstream_kernels.cuda.device import count_sms
 from slipstream.core.config import EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.nn.attention.latent import PREFIX_TOKENS
+from slipstream.nn.heads.eagle import NUM_FEATURES
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.quant import choose_methods
@@ -46,7 +47,9 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware)
     width = max(_activation_width(layer.mlp, parallel) for layer in own.layers)
     attentions = own.of_rank(parallel).attentions
     features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
-    features += len(parallel.layers) * num_tokens * spec.hidden_size  # on their way to the next stage
+    if parallel.num_stages > 1:  # on their way to the next stages, and as received
+        num_rows_sent = 1 + (NUM_FEATURES if "eagle" in config.speculation.loaded else 0)
+        features += (parallel.num_stages + 1) * num_rows_sent * num_tokens * spec.hidden_size
     others = _split_sums_bytes(attentions, hardware.device) + _written_out_bytes(spec, config, hardware)
     return logits + features * hardware.dtype.itemsize + others
 

@@ -16,7 +16,8 @@ import triton
 # Names of arguments in all kernels: numbers of a step's rows, and what its shapes are laid out by.
 INTEGERS = frozenset({
     "num_tokens", "num_requests", "num_rows", "num_pairs", "num_tiles", "num_positions", "num_biases",
-    "rows_per_level", "blocks_of_request", "table_stride", "table_width", "x_scales_stride", "first", "most",
+    "rows_per_level", "blocks_of_request", "table_stride", "table_width", "x_scales_stride", "history_stride", "first",
+    "most",
 })  # fmt: skip
 # Of a number for each token or request, which may begin anywhere in a step's tensors.
 POINTERS = frozenset({

@@ -15,12 +15,12 @@ IN_PROMPT = tl.constexpr(1 << 30)
 
 @step_kernel
 def _count_kernel(
-    token_ids_ptr, prompt_lens_ptr, num_tokens_ptr, counts_ptr, row_stride, vocab_size, BLOCK: tl.constexpr
+    token_ids_ptr, prompt_lens_ptr, num_tokens_ptr, counts_ptr, history_stride, vocab_size, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     prompt_len, num_tokens = tl.load(prompt_lens_ptr + row), tl.load(num_tokens_ptr + row)
-    token_ids = tl.load(token_ids_ptr + row * row_stride + columns, mask=columns < num_tokens, other=0).to(tl.int64)
+    token_ids = tl.load(token_ids_ptr + row * history_stride + columns, mask=columns < num_tokens, other=0).to(tl.int64)
     seen = counts_ptr + row * vocab_size + token_ids
     tl.atomic_or(seen, IN_PROMPT, mask=columns < tl.minimum(prompt_len, num_tokens))
     tl.atomic_add(seen, 1, mask=(columns >= prompt_len) & (columns < num_tokens))
