@@ -11,6 +11,7 @@ from engine_driver import make_engine
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec
+from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
 from slipstream.worker.workspace import workspace_bytes
@@ -91,6 +92,16 @@ def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> N
     drafting = replace(plain, speculation=speculation_config(methods="ngram"))
     held = [plan_memory(wide, config, GPU, 8 * GIB).workspace_bytes for config in (plain, drafting)]
     assert held[1] - held[0] == 6 * (512 - 256) * 128_000 * 4, "six copies in fp32 of as many rows as a graph has"
+
+
+@pytest.mark.parametrize(("method", "num_rows"), [("ngram", 1), ("eagle", 4)])
+def test_the_workspace_holds_what_stages_send(spec: DecoderSpec, method: str, num_rows: int) -> None:
+    """Behind the first stage, which alone has logits. EAGLE-3 reads the input of three layers."""
+    config = replace(_config(), speculation=speculation_config(methods=method))
+    alike = replace(spec, layers=spec.layers[:1] * 4)
+    of_two, of_four = (Parallel(stage=1, layers=layers) for layers in ((2, 2), (1, 1, 1, 1)))
+    held = [workspace_bytes(alike, config, replace(CPU, parallel=parallel)) for parallel in (of_two, of_four)]
+    assert held[1] - held[0] == 2 * num_rows * config.scheduler.max_num_batched_tokens * spec.hidden_size * 4
 
 
 def test_cpu_takes_a_gibibyte_or_what_it_is_told(spec: DecoderSpec) -> None:

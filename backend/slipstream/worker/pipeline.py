@@ -55,7 +55,8 @@ class PipelineStage:
         return self._model.forward_stage(hidden, batch, self._kv_caches, is_last_only and self._is_last)
 
     def _compute_padded(self, batch: ForwardBatch) -> torch.Tensor:
-        received = None if self.is_first else self._arrived[: len(batch.token_ids)]
+        # a copy, as a norm is launched early (PDL), and may want a kernel before it in its graph
+        received = None if self.is_first else self._arrived[: len(batch.token_ids)].clone()
         return self._compute(batch, received, is_last_only=False)
 
     def finish(self, batch: ForwardBatch, is_last_only: bool) -> torch.Tensor:
