@@ -22,6 +22,7 @@ import pytest
 from llm_client import grpc_infer, grpc_stream, http_events, http_generate
 from llm_server import ROOT, LlmServer
 from patience import PATIENCE_S
+from processes import asked
 from sse_client import stream_many
 
 PROMPT = "import os\n"
@@ -42,9 +43,13 @@ def nothing_is_left_behind(llm_server: LlmServer) -> Iterator[None]:
 
 def engine_of(server: LlmServer) -> Any:
     """The engine process that generates meanwhile: another test's model may be loaded beside `llm`."""
-    before = {process: process.cpu_times().user for process in server.engines()}
+
+    def user_s(process: Any) -> float:
+        return asked(lambda: float(process.cpu_times().user), 0.0)  # the other test's may end meanwhile
+
+    before = {process: user_s(process) for process in server.engines()}
     time.sleep(0.3)
-    return max(before, key=lambda process: process.cpu_times().user - before[process])
+    return max(before, key=lambda process: user_s(process) - before[process])
 
 
 def run_long(server: LlmServer, stream: Any, num_responses: int = 3, **options: Any) -> None:

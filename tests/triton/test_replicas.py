@@ -129,6 +129,8 @@ def test_a_command_is_for_all_and_has_one_answer(healthy: TritonServer) -> None:
         assert told(healthy, LONG + "more " * 80 * turn) == first
     status, body = healthy.post("/v2/models/llm/generate", {"control": "sleep"})
     assert (status, json.loads(body)["text_output"]) == (200, "done")
+    # an engine's line comes through the server's log, which may be behind its answer
+    wait_until(lambda: healthy.log.count("told to sleep") >= before + NUM_REPLICAS, "every engine's line")
     assert healthy.log.count("told to sleep") == before + NUM_REPLICAS
 
 
