@@ -183,9 +183,8 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
 def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
     """Token ids of all rows, and the indices of requests whose token is not known yet (its id is 0)."""
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
-    if step.run is not None and starts[0] >= len(
-        step.requests[0].token_ids
-    ):  # then so it is with all requests of a run
+    # what holds for one request of a run holds for all
+    if step.run is not None and starts[0] >= len(step.requests[0].token_ids):
         return [0] * len(starts), list(range(len(starts)))
     if step.total_num_scheduled_tokens == len(counts):  # one token per request
         ends = [len(request.token_ids) for request in step.requests]
