@@ -149,7 +149,7 @@ def join(store: dist.Store, own: Hardware, is_ordered: bool, interface: str = LO
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL takes its memory now, before the plan counts what is free
         if not is_ordered and parallel.num_nodes == parallel.num_stages == 1:
-            symmetric = symmetric_sum(parallel.size, own.dtype, device, _all_agree)
+            symmetric = symmetric_sum(parallel.rank, parallel.size, own.dtype, device, _all_agree)
     collectives = GroupCollectives(parallel.size, is_ordered, symmetric, group, parallel.stage * parallel.size)
     return replace(own, parallel=replace(parallel, collectives=collectives))
 

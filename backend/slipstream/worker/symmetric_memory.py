@@ -1,6 +1,7 @@
-"""Sums of small tensors over the GPUs of one host: one kernel, in which each rank reads what all others have.
+"""Sums of small tensors over the GPUs of one host, which read and write each other's memory.
 
-Over PyTorch's symmetric memory, a private module that only this file knows. Engine thread.
+The smallest by our own kernel (slipstream_kernels/comm), those above by PyTorch's. Over PyTorch's symmetric memory, a
+private module that only this file knows. Engine thread.
 """
 
 from __future__ import annotations
@@ -11,44 +12,78 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from slipstream_kernels.comm.cuda import rank_sum
+from slipstream_kernels.comm.cuda.rank_sum import RankSum
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# Up to so many bytes one kernel is faster than NCCL, by number of ranks (published for H100, vLLM pull request 24111).
-ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 19}
+# Bytes of a tensor up to which each way is the fastest, by number of ranks; above all of them it is NCCL's. Measured
+# with two (docs/measurements/several-gpus.md).
+OWN_BYTES = {2: 1 << 20, 3: 1 << 18, 4: 1 << 18}
+OWN_BYTES_BEYOND = 1 << 16
+ONE_SHOT_BYTES = {2: 1 << 19, 3: 1 << 19, 4: 1 << 19}  # each rank reads what all others have; without our kernel
 ONE_SHOT_BYTES_BEYOND = 1 << 18
+TWO_SHOT_BYTES = 1 << 24  # each rank sums a part, which the others read
 _ALIGNMENT = 16  # bytes that a thread loads
 
 
 class SymmetricSum:
-    """A buffer of one dtype that every rank can read, after all of them have called `connect` at once."""
+    """Memory that every rank can read and write, after all of them have called `connect` at once."""
 
-    def __init__(self, num_ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self._max_bytes = ONE_SHOT_BYTES.get(num_ranks, ONE_SHOT_BYTES_BEYOND)
+        self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._buffer: Tensor = symmetric.empty(self._max_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._one_shot_bytes = ONE_SHOT_BYTES.get(num_ranks, ONE_SHOT_BYTES_BEYOND)
+        self._own_bytes = OWN_BYTES.get(num_ranks, OWN_BYTES_BEYOND)
+        self._buffer: Tensor = symmetric.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        mailbox_bytes = rank_sum.mailbox_bytes(num_ranks, self._own_bytes)
+        self._mailbox: Tensor = symmetric.empty(mailbox_bytes, dtype=torch.uint8, device=device)
+        self._mailbox.zero_()
+        torch.cuda.synchronize(device)  # before another rank learns where it is
+        self._mailboxes: list[int] = []
+        self._own: RankSum | None = None
 
     def connect(self) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         symmetric.rendezvous(self._buffer, self._group)
+        found = symmetric.rendezvous(self._mailbox, self._group)
+        offset = self._mailbox.data_ptr() - found.buffer_ptrs[self._rank]
+        self._mailboxes = [address + offset for address in found.buffer_ptrs]
+
+    def refusal(self) -> str | None:
+        """Why this rank cannot run our own kernel."""
+        return rank_sum.refusal(self._device, self._buffer.dtype, self._num_ranks)
+
+    def use_own(self) -> None:
+        """After `connect`, by all ranks or by none."""
+        self._own = RankSum(self._rank, self._mailboxes, self._own_bytes, self._buffer.dtype, self._device)
 
     def takes(self, tensor: Tensor) -> bool:
         is_whole = tensor.is_contiguous() and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
-        return tensor.dtype == self._buffer.dtype and 0 < tensor.nbytes <= self._max_bytes and is_whole
+        if tensor.dtype != self._buffer.dtype or not is_whole:
+            return False
+        largest = TWO_SHOT_BYTES if tensor.nbytes % (_ALIGNMENT * self._num_ranks) == 0 else self._one_shot_bytes
+        return 0 < tensor.nbytes <= largest
 
     def __call__(self, partial: Tensor) -> Tensor:
         """A new tensor: the sum of every rank's, which `takes` has accepted. Can be captured in a CUDA graph."""
+        if self._own is not None and self._own.takes(partial):
+            return self._own(partial)
         buffer = self._buffer[: partial.numel()].view(partial.shape)
-        found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, partial, "sum", self._group)
-        return found
+        if partial.nbytes <= self._one_shot_bytes:
+            found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, partial, "sum", self._group)
+            return found
+        buffer.copy_(partial)
+        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group)
+        return buffer.clone()
 
 
 def symmetric_sum(
-    num_ranks: int, dtype: torch.dtype, device: torch.device, all_agree: Callable[[bool], bool]
+    rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device, all_agree: Callable[[bool], bool]
 ) -> SymmetricSum | None:
     """None, with a line in the log, where the GPU of any rank cannot read another's memory.
 
@@ -58,7 +93,7 @@ def symmetric_sum(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     found, reason = None, "another rank cannot"
     try:
-        found = SymmetricSum(num_ranks, dtype, device)
+        found = SymmetricSum(rank, num_ranks, dtype, device)
     except (RuntimeError, ImportError) as error:
         reason = str(error).splitlines()[0]
     is_there = all_agree(found is not None)  # a rank without a buffer would leave the others in `connect`
@@ -68,6 +103,12 @@ def symmetric_sum(
         except RuntimeError as error:
             found, reason = None, str(error).splitlines()[0]
         is_there = all_agree(found is not None)
-    if not is_there:
+    if not is_there or found is None:
         logger.info("sums over ranks by NCCL only: %s", reason)
-    return found if is_there else None
+        return None
+    refusal = found.refusal()
+    if all_agree(refusal is None):
+        found.use_own()
+    else:
+        logger.info("small sums over ranks by PyTorch's kernel: %s", refusal or "another rank has not ours")
+    return found

@@ -14,6 +14,7 @@ from slipstream_kernels.attention.cuda import (
     ragged_attention,
     verify_attention,
 )
+from slipstream_kernels.comm.cuda import rank_sum
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import build
 from slipstream_kernels.gemm.cuda import (
@@ -46,6 +47,7 @@ def variants() -> list[Variant]:
         swap_ab_gemm,
         mixed_gemm,
         sample,
+        rank_sum,
         mixed_gemm_w4a8,
         mixed_gemm_w4a16,
         skinny_gemm_w4a16,

@@ -1,0 +1,1 @@
+"""See slipstream_kernels.comm."""

@@ -1,0 +1,87 @@
+"""Sums over ranks in CUDA. The ranks are streams of one GPU here, whose kernels wait for each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hopper import assert_compiles_well
+from slipstream_kernels.comm.cuda import rank_sum
+from slipstream_kernels.comm.cuda.rank_sum import RankSum, mailbox_bytes
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+MAX_BYTES = 1 << 18
+
+
+def make_ranks(num_ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[list[RankSum], list[torch.Tensor]]:
+    """And their mailboxes, which must live as long."""
+    boxes = [
+        torch.zeros(mailbox_bytes(num_ranks, MAX_BYTES), dtype=torch.uint8, device=device) for _ in range(num_ranks)
+    ]
+    addresses = [box.data_ptr() for box in boxes]
+    return [RankSum(rank, addresses, MAX_BYTES, dtype, device) for rank in range(num_ranks)], boxes
+
+
+def test_compiles_without_spills() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_compiles_well(rank_sum.SOURCE, rank_sum.defines(dtype))
+
+
+def test_refusal_says_why() -> None:
+    assert rank_sum.refusal(torch.device("cpu"), torch.bfloat16, 2) == "ranks are on cpu"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_rank_has_the_sum(hopper: torch.device, num_ranks: int, dtype: torch.dtype) -> None:
+    """Of sums of changing sizes behind each other: what lies in mailboxes from earlier ones is not taken."""
+    ranks, boxes = make_ranks(num_ranks, dtype, hopper)
+    streams = [torch.cuda.Stream() for _ in ranks]
+    most = MAX_BYTES // dtype.itemsize
+    for size in (8, most, 24, 4096, 4096, most, 1000, 16384):
+        parts = [torch.randn(size, device=hopper).to(dtype) for _ in ranks]
+        assert all(one.takes(part) for one, part in zip(ranks, parts))
+        torch.cuda.synchronize()
+        totals = []
+        for one, part, stream in zip(ranks, parts, streams):
+            with torch.cuda.stream(stream):
+                totals.append(one(part))
+        torch.cuda.synchronize()
+        expected = torch.stack([part.double() for part in parts]).sum(0)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        apart = (totals[0].double() - expected).norm() / expected.norm()
+        assert apart < TOLERANCES[dtype]
+    assert len(boxes) == num_ranks
+
+
+def test_graphs_of_sums(hopper: torch.device) -> None:
+    """Captured once, replayed with other numbers, between sums that are not captured."""
+    ranks, _boxes = make_ranks(2, torch.bfloat16, hopper)
+    parts = [torch.empty(4096, dtype=torch.bfloat16, device=hopper) for _ in ranks]
+    streams, graphs, totals = [torch.cuda.Stream() for _ in ranks], [], []
+    for one, part, stream in zip(ranks, parts, streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            totals.append(one(one(part)))
+        graphs.append(graph)
+    for value in range(5):
+        for rank, part in enumerate(parts):
+            part.fill_(value + rank)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(bool((total == 4 * value + 2).all()) for total in totals)
+        again = []
+        for one, part, stream in zip(ranks, parts, streams):
+            with torch.cuda.stream(stream):
+                again.append(one(part))
+        torch.cuda.synchronize()
+        assert all(bool((total == 2 * value + 1).all()) for total in again)
+
+
+def test_what_it_takes(hopper: torch.device) -> None:
+    (one, _), _boxes = make_ranks(2, torch.bfloat16, hopper)
+    rows = torch.zeros(9, 1 << 14, dtype=torch.bfloat16, device=hopper)
+    assert [one.takes(rows[:count]) for count in (0, 1, 8, 9)] == [False, True, True, False]
+    assert not one.takes(rows[:1].float()) and not one.takes(rows[:8].T) and not one.takes(rows[0, :3])
