@@ -27,6 +27,8 @@ def test_shapes_are_multiples_of_a_tile_with_rooms_for_decodes() -> None:
     assert prompt_shapes((), 300) == []
     assert max(shape.num_tokens for shape in prompt_shapes((256,), 100_000)) == MAX_TOKENS
     assert all(shape.num_decodes < shape.num_tokens for shape in prompt_shapes((512,), 2048))
+    large = [shape for shape in prompt_shapes((200,), 1800) if shape.num_tokens > 1280]
+    assert large == [PromptShape(size, room) for size in (1536, 1792, 2048) for room in (0, 128, 200)]
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:

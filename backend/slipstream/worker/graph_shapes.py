@@ -29,11 +29,13 @@ DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224
 MIN_PROMPT_TOKENS = 16
 # A larger graph replaces a smaller one if it takes less than this share of its time.
 LEAST_GAIN = 0.95
-# Tokens of the largest prompt graph: with more, a layer's GEMMs take longer than its kernel launches.
-MAX_TOKENS = 1280
-TOKEN_STEP = 128  # whole tiles of products: a step pads to the next multiple
+# Tokens of the largest prompt graph: with more, a layer's GEMMs take longer than its kernel launches. Those that do so
+# with fewer are dropped at start.
+MAX_TOKENS = 2560
+# Whole tiles of products, to the next multiple of which a step pads; twice as many in large graphs, which are fewer.
+TOKEN_STEP, LARGE_TOKENS = 128, 1280
 MAX_PROMPTS = 16
-DECODE_CAPACITIES = (0, 32, 128, 256, 512)
+DECODE_CAPACITIES, LARGE_CAPACITIES = (0, 32, 128, 256, 512), (0, 128, 512)
 
 
 class StepShape(Protocol):
@@ -257,10 +259,14 @@ def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[Prom
     """Shapes of prompt graphs beside decode graphs of these sizes, ascending; none if there are no decode graphs."""
     if not decode_sizes:
         return []
-    most = max(decode_sizes)
-    capacities = sorted({min(capacity, most) for capacity in DECODE_CAPACITIES})
-    sizes = range(TOKEN_STEP, min(MAX_TOKENS, -(-max_num_tokens // TOKEN_STEP) * TOKEN_STEP) + 1, TOKEN_STEP)
-    return sorted(PromptShape(size, decodes) for size in sizes for decodes in capacities if decodes < size)
+    most, found = max(decode_sizes), []
+    small = range(TOKEN_STEP, LARGE_TOKENS + 1, TOKEN_STEP)
+    large = range(LARGE_TOKENS + 2 * TOKEN_STEP, MAX_TOKENS + 1, 2 * TOKEN_STEP)
+    for sizes, capacities in ((small, DECODE_CAPACITIES), (large, LARGE_CAPACITIES)):
+        held = [size for size in sizes if size - sizes.step < max_num_tokens]
+        decodes = {min(capacity, most) for capacity in capacities}
+        found += [PromptShape(size, capacity) for size in held for capacity in decodes if capacity < size]
+    return sorted(found)
 
 
 def _num_singles(step: StepArrays) -> int:
