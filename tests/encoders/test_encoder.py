@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import read_checkpoint
@@ -124,6 +125,9 @@ def test_padded_static_shapes_give_what_exact_shapes_give(
     assert sorted(padded._shapes._shapes) == [(1, 16), (4, 32), (8, 32)]
 
 
+@pytest.mark.skipif(
+    tokenizers.__version__ in ("0.23.1", "0.23.2"), reason="this tokenizers loses pieces: pyproject.toml excludes it"
+)
 def test_every_token_of_a_long_text_is_in_a_piece(sentence: Path) -> None:
     encoder = open_tiny(sentence)
     _, owners = encoder.embed_pieces(["cat " * 100, "dog"], piece_tokens=16, overlap=4)
