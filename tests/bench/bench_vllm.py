@@ -83,6 +83,7 @@ def engine_options(arguments: argparse.Namespace, shape: Shape, folder: Path) ->
         "dtype": "bfloat16",
         "max_model_len": min(arguments.max_model_len, shape.max_len),
         "max_num_seqs": arguments.max_num_seqs,
+        "tensor_parallel_size": getattr(arguments, "tensor_parallel", 1),
         "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": arguments.prefix_caching,
         "kv_cache_dtype": arguments.kv_cache_dtype,
@@ -133,6 +134,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--format", choices=sorted(FORMATS), default="none", help="of the weights")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
     arguments = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -142,7 +144,7 @@ def main() -> None:
         start = time.perf_counter()
         bench = VllmBench(arguments, Path(folder))
         settings = {"engine": "vllm", "shape": arguments.shape, "set": [arguments.format, arguments.kv_cache_dtype]}
-        settings["temperature"] = arguments.temperature
+        settings |= {"temperature": arguments.temperature, "tensor_parallel": arguments.tensor_parallel}
         emit({**settings, "what": "setup", "load_s": round(time.perf_counter() - start, 2)}, arguments.out)
         run(bench, arguments, settings)
 
