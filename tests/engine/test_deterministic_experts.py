@@ -197,8 +197,10 @@ def test_latent_attention_has_its_own_backend(checkpoints: dict[str, Path]) -> N
 
 
 def test_it_says_what_the_mode_without_it_says(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
-    """Nearly: of the first token, where both know the likeliest. A router's near tie may go the other way in bf16, which
-    moves a random model's log-probabilities ten times as far: two prompts of six may be so."""
+    """Nearly: of the first token, where both know the likeliest.
+
+    A router's near tie may go the other way in bf16, which moves a random model's log-probabilities ten times as far:
+    two prompts of six may be so."""
     for family, checkpoint in checkpoints.items():
         apart = []
         found = [
