@@ -1,4 +1,7 @@
-"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink."""
+"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink.
+
+Alone, or with the residual and the norm that follow a sum in a decoder.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ SOURCE = "sm90_rank_sum.cu"
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_RANKS = 8
 PACK_BYTES, LINE_BYTES = 8, 16
+MAX_ROWS, MAX_ROW_PACKS = 2 * 132, 8 * 512  # of sums with a norm
 
 
 class RankSumParams(ctypes.Structure):
     """csrc/params/rank_sum_params.h, field by field."""
 
     _fields_ = (
-        *fields(("partial", "total", "counters")),
+        *fields(("partial", "total", "residual", "weight", "normed", "counters")),
         ("mailboxes", ctypes.c_void_p * MAX_RANKS),
-        *fields((), ("capacity", "num_packs"), ("rank", "num_ranks", "is_dependent")),
+        *fields((), ("capacity", "num_packs"), ("rank", "num_ranks", "row_packs", "is_dependent")),
+        ("eps", ctypes.c_float),
     )
 
 
@@ -74,7 +79,32 @@ class RankSum:
 
         Can be captured in a CUDA graph."""
         total = torch.empty_like(partial)
-        params = RankSumParams(
+        launch("rank_sum", self._library, self._params(partial, total), self._device)
+        return total
+
+    def takes_norm(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
+        """partial, residual: [num_rows, size]."""
+        if not self.takes(partial) or partial.dim() != 2 or not residual.is_contiguous():
+            return False
+        row_packs, rest = divmod(partial.shape[1] * partial.itemsize, PACK_BYTES)
+        is_aligned = rest == 0 and residual.data_ptr() % PACK_BYTES == 0 and residual.dtype == partial.dtype
+        return is_aligned and len(partial) <= MAX_ROWS and row_packs <= MAX_ROW_PACKS
+
+    def sum_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """ops.rms_norm(sum, weight, eps, residual): (norm(sum + residual), sum + residual), both new.
+
+        weight: [size], of the rows' type. Roundings are those of the two one after the other."""
+        total, normed = torch.empty_like(partial), torch.empty_like(partial)
+        params = self._params(partial, total)
+        params.residual, params.weight, params.normed = residual.data_ptr(), weight.data_ptr(), normed.data_ptr()
+        params.row_packs, params.eps = partial.shape[1] * partial.itemsize // PACK_BYTES, eps
+        launch("rank_sum_norm", self._library, params, self._device)
+        return normed, total
+
+    def _params(self, partial: torch.Tensor, total: torch.Tensor) -> RankSumParams:
+        return RankSumParams(
             partial=partial.data_ptr(),
             total=total.data_ptr(),
             counters=self._counters.data_ptr(),
@@ -85,5 +115,3 @@ class RankSum:
             num_ranks=self._num_ranks,
             is_dependent=self._is_dependent,
         )
-        launch("rank_sum", self._library, params, self._device)
-        return total
