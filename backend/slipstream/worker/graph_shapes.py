@@ -2,7 +2,7 @@
 
 A decode graph runs every step of short queries that fits: decodes, verifications, short prompts. A prompt graph has a
 capacity of decodes and, after them, of prompts: their attention is two kernels over different rows. Its last layer
-computes only the sampled rows.
+computes only the sampled rows, unless heads read all.
 """
 
 from __future__ import annotations
@@ -224,18 +224,18 @@ class PromptShape:
         """Whether a step fits. Steps with drafts never do: here a request samples one token at most."""
         if len(step.token_ids) > self.num_tokens or step.tree_mask is not None:
             return False
-        num_singles, num_requests = _num_singles(step), len(step.seq_lens)
+        num_decodes, num_requests = num_singles(step), len(step.seq_lens)
         return (
-            num_singles <= self.num_decodes
-            and 0 < num_requests - num_singles <= self.num_prompts
-            and len(step.token_ids) - num_singles <= self.max_query_len
+            num_decodes <= self.num_decodes
+            and 0 < num_requests - num_decodes <= self.num_prompts
+            and len(step.token_ids) - num_decodes <= self.max_query_len
             and len(step.logits_indices) <= num_requests
-            and all(place < num_singles for place in step.pending.places[-1:])
+            and all(place < num_decodes for place in step.pending.places[-1:])
         )
 
     def spread(self, step: StepArrays) -> StepArrays:
         """Insert padding requests, which read and write nothing, between the step's decodes and its prompts."""
-        first = _num_singles(step)
+        first = num_singles(step)
         gap = self.num_decodes - first
         if not gap:
             return step
@@ -254,6 +254,13 @@ class PromptShape:
             logits_indices=step.logits_indices + gap * (step.logits_indices >= first),
         )
 
+    def gather(self, rows: torch.Tensor, num_decodes: int, num_tokens: int) -> torch.Tensor:
+        """Of rows of such a graph those of a step with so many decodes and tokens, from where `spread` puts them."""
+        gap = self.num_decodes - num_decodes
+        if not gap:
+            return rows[:num_tokens]
+        return torch.cat([rows[:num_decodes], rows[self.num_decodes : num_tokens + gap]])
+
 
 def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[PromptShape]:
     """Shapes of prompt graphs beside decode graphs of these sizes, ascending; none if there are no decode graphs."""
@@ -269,7 +276,7 @@ def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[Prom
     return sorted(found)
 
 
-def _num_singles(step: StepArrays) -> int:
+def num_singles(step: StepArrays) -> int:
     """Number of leading requests with one token."""
     is_longer = np.diff(step.query_start_loc) > 1
     return int(is_longer.argmax()) if is_longer.any() else len(is_longer)

@@ -20,7 +20,9 @@ from slipstream.worker.sample.sampler import PendingTokens
 class StepTensors:
     """graph: the shape of the CUDA graph that the tensors belong to and are padded to; None: the step runs eagerly.
 
-    is_last_only: the last layer computes only the sampled rows, in the graph prompt_graph if there is one.
+    prompt_graph: of a step with prompts. is_last_only: the last layer computes only the sampled rows, and the tensors
+    are the graph's; else it computes all rows, of which num_decodes lie before the prompts, and the tensors are the
+    step's own.
     has_adapters: some rows have one, perhaps in the graph adapter_graph.
     """
 
@@ -28,6 +30,7 @@ class StepTensors:
     graph: GraphShape | None = None
     prompt_graph: PromptShape | None = None
     is_last_only: bool = False
+    num_decodes: int = 0
     has_adapters: bool = False
     adapter_graph: GraphShape | None = None
 

@@ -7,8 +7,6 @@ waits, for its own step. The caller of a step's parts holds torch.inference_mode
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,6 +30,7 @@ from slipstream.worker.graph_shapes import (
     GraphShape,
     graph_shapes,
     graph_sizes,
+    num_singles,
     prompt_shapes,
     slower_than_larger,
 )
@@ -49,6 +48,7 @@ from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.near_cores import set_threads
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
@@ -58,14 +58,12 @@ from slipstream.worker.sample.sampler import Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
 
-logger = logging.getLogger(__name__)
-
 
 def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
     """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
     device = hardware.device
     if device.type == "cpu":
-        _set_threads(config.model.num_threads, hardware.parallel.num_ranks)
+        set_threads(config.model.num_threads, hardware.parallel.num_ranks)
     else:
         _prefer_cublaslt()
     enter_device(device)
@@ -121,8 +119,9 @@ class ModelRunner:
             self._stage = PipelineStage(model, pool.layers, parallel, make)
             shapes, sizes = [], ()
         self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups)
-        prompts = [] if drafts.reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
-        self._prompt_graphs = StepGraphs(prompts, *limits, self._run_last, device, num_groups)
+        prompts = prompt_shapes(sizes, self._max_num_tokens)
+        run_prompts = self._run_model if drafts.reads_all_rows else self._run_last
+        self._prompt_graphs = StepGraphs(prompts, *limits, run_prompts, device, num_groups)
         most = max((shape.num_tokens for shape in shapes), default=0)
         self._adapters: AdapterRows | None = None
         if model.context.lora is not None:
@@ -203,6 +202,8 @@ class ModelRunner:
         shape = graphs.shape_for(arrays)
         if shape is not None:
             return StepTensors(graphs.load(shape, arrays), shape)
+        if self._reads_all_rows and not step.total_num_drafts:
+            return self._all_rows(arrays)
         if not self._samples_last_only(step, states, arrays):
             return StepTensors(self._builder.tensors(arrays))
         prompt_shape = self._prompt_graphs.shape_for(arrays)
@@ -210,6 +211,14 @@ class ModelRunner:
             batch = self._prompt_graphs.load(prompt_shape, arrays)
             return StepTensors(batch, None, prompt_shape, is_last_only=True)
         return StepTensors(self._builder.tensors(arrays), is_last_only=True)
+
+    def _all_rows(self, arrays: StepArrays) -> StepTensors:
+        """Heads read a batch of the step's own tokens, whatever the graph pads it with."""
+        shape = self._prompt_graphs.shape_for(arrays)
+        if shape is None:
+            return StepTensors(self._builder.tensors(arrays))
+        fill_pending(self._prompt_graphs.load(shape, arrays).token_ids, arrays.pending, self._sampled)
+        return StepTensors(self._builder.tensors(arrays), None, shape, num_decodes=num_singles(arrays))
 
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]; of a
@@ -225,7 +234,10 @@ class ModelRunner:
         if tensors.graph is not None:
             return self._graphs.replay(tensors.graph)
         if tensors.prompt_graph is not None:
-            return self._prompt_graphs.replay(tensors.prompt_graph)[: len(tensors.batch.logits_indices)]
+            rows = self._prompt_graphs.replay(tensors.prompt_graph)
+            if tensors.is_last_only:
+                return rows[: len(tensors.batch.logits_indices)]
+            return tensors.prompt_graph.gather(rows, tensors.num_decodes, len(tensors.batch.token_ids))
         if tensors.is_last_only:
             return self._run_last(tensors.batch)
         return self._run_model(tensors.batch)
@@ -370,20 +382,3 @@ def enter_device(device: torch.device) -> None:
 def _prefer_cublaslt() -> None:
     """Use cuBLASLt, which chooses faster kernels for 17 to 64 rows of 16 bits (docs/measurements)."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
-
-
-def _set_threads(num_threads: int, num_ranks: int) -> None:
-    """Compute with so many threads; 0: one fewer than cores: the last is for the server, the output thread and clients.
-    Ranks share them.
-
-    OpenMP's threads spin at their barriers: with a thread per core and other work running, a step of 64 decodes of a
-    14 M model took 800 ms instead of 35 ms (two cores, load 5).
-    """
-    num_cores = len(os.sched_getaffinity(0))
-    if num_ranks > 1:
-        num_threads = max(1, (num_threads or num_cores - 1) // num_ranks)
-    if num_threads:
-        torch.set_num_threads(num_threads)
-    elif torch.get_num_threads() >= num_cores > 1:
-        torch.set_num_threads(num_cores - 1)
-    logger.info("computing with %d threads on %d cores", torch.get_num_threads(), num_cores)

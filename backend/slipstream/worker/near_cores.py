@@ -1,5 +1,5 @@
 """Binds the process of a rank to the cores next to its GPU: its memory then comes from that NUMA node, and what it
-launches crosses no link between processors. Linux's sysfs only.
+launches crosses no link between processors. Linux's sysfs only. And shares the cores out among threads that compute.
 """
 
 from __future__ import annotations
@@ -59,3 +59,20 @@ def _numbers(listed: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
+
+
+def set_threads(num_threads: int, num_ranks: int) -> None:
+    """Compute with so many threads; 0: one fewer than cores: the last is for the server, the output thread and clients.
+    Ranks share them.
+
+    OpenMP's threads spin at their barriers: with a thread per core and other work running, a step of 64 decodes of a
+    14 M model took 800 ms instead of 35 ms (two cores, load 5).
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    if num_ranks > 1:
+        num_threads = max(1, (num_threads or num_cores - 1) // num_ranks)
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    elif torch.get_num_threads() >= num_cores > 1:
+        torch.set_num_threads(num_cores - 1)
+    logger.info("computing with %d threads on %d cores", torch.get_num_threads(), num_cores)
