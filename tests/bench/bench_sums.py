@@ -3,8 +3,7 @@
     python tests/bench/bench_sums.py --ranks 2 [--device cuda] [--kib 4,16,64,256,1024,4096] [--out sums.jsonl]
 
 `engine` is what a layer calls (worker/process_group.py); `library` is torch.distributed's all-reduce by NCCL, or by
-gloo on a CPU; `one_shot` and `two_shot` are PyTorch's kernels over symmetric memory, which the GPUs must have. `norm`
-is the engine's sum with a residual and a norm behind it, of rows of --hidden features, as a layer asks for it. On GPUs
+gloo on a CPU; `one_shot` and `two_shot` are PyTorch's kernels over symmetric memory, which the GPUs must have. On GPUs
 many sums follow each other in a CUDA graph, as those of the layers do. A figure is the slowest rank's, in us of a sum.
 """
 
@@ -28,36 +27,23 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
 from measures import emit, numbers  # noqa: E402
-from slipstream.nn.layer_context import LayerContext  # noqa: E402
-from slipstream.nn.norm import RMSNorm  # noqa: E402
 from slipstream.nn.parallel import Parallel  # noqa: E402
-from slipstream.nn.quant.unquantized import UNQUANTIZED  # noqa: E402
 from slipstream.worker.memory_plan import Hardware  # noqa: E402
 from slipstream.worker.process_group import file_store, join, leave  # noqa: E402
-from slipstream_kernels.gemm.activation_quant import PLAIN  # noqa: E402
 
 SUMS = 64  # that follow each other
 ROUNDS = 9
 Sum = Callable[[Tensor], Tensor]
 
 
-def ways(own: Hardware, largest: int, hidden: int) -> Iterator[tuple[str, Sum]]:
-    """largest: bytes of the largest tensor. hidden: features of a row."""
+def ways(own: Hardware, largest: int) -> Iterator[tuple[str, Sum]]:
+    """largest: bytes of the largest tensor."""
     collectives = own.parallel.collectives
     assert collectives is not None
     yield "engine", collectives.sum
-    yield "norm", partial(_with_norm, own, hidden)
     yield "library", _by_library
     if own.device.type == "cuda":
         yield from _by_symmetric_memory(own, largest)
-
-
-def _with_norm(own: Hardware, hidden: int, tensor: Tensor) -> Tensor:
-    """A tensor of less than a row is one row."""
-    rows = tensor.view(-1, min(hidden, len(tensor)))
-    norm = RMSNorm(rows.shape[1], 1e-5, LayerContext(own.device, own.dtype, UNQUANTIZED, UNQUANTIZED, own.parallel))
-    norm.weight = rows[0]
-    return norm.add(own.parallel.part(rows), rows, PLAIN)[0]
 
 
 def _by_library(tensor: Tensor) -> Tensor:
@@ -122,7 +108,7 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
     own = Hardware(device, dtype, dtype, parallel)
     own = join(file_store(meeting, own), own, is_ordered=False)
     sizes = [kib << 10 for kib in arguments.kib]
-    for name, add in ways(own, max(sizes), arguments.hidden):
+    for name, add in ways(own, max(sizes)):
         for size in sizes:
             assert own.parallel.collectives is not None
             mine = torch.tensor([microseconds(add, torch.zeros(size // dtype.itemsize, dtype=dtype, device=device))])
@@ -138,7 +124,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kib", type=numbers, default=[4, 16, 64, 256, 1024, 4096], help="sizes of a tensor")
-    parser.add_argument("--hidden", type=int, default=4096, help="features of a row, for `norm`")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")

@@ -40,6 +40,10 @@ def compiler_environment(root: Path, cache: Path) -> dict[str, str]:
     return {**kept, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root / "tests" / "support")}
 
 
+@pytest.mark.skipif(
+    not read_record() and torch.cuda.is_available(),
+    reason="the record is of another version of Triton-lang, and a GPU's tests compile what they run",
+)
 @pytest.mark.parametrize("target", SHARED_MEMORY if IS_LONG or read_record() else [90])
 def test_every_kernel_compiles(target: int, root: Path, tmp_path: Path) -> None:
     environment = compiler_environment(root, tmp_path)

@@ -18,6 +18,7 @@ from slipstream_kernels.attention.cuda import (
     ragged_attention,
     verify_attention,
 )
+from slipstream_kernels.comm.cuda import rank_sum
 from slipstream_kernels.cuda import build, launch
 from slipstream_kernels.gemm.cuda import (
     int8_gemm,
@@ -41,6 +42,7 @@ MIRRORS = {
     "prefill_params.h": prefill_attention.PrefillParams,
     "ragged_params.h": ragged_attention.RaggedParams,
     "prefill_stage_params.h": prefill_stage.PrefillStageParams,
+    "rank_sum_params.h": rank_sum.RankSumParams,
     "sample_params.h": sample.SampleParams,
     "skinny_gemm_params.h": skinny_gemm.SkinnyGemmParams,
     "verify_params.h": verify_attention.VerifyParams,
@@ -71,9 +73,13 @@ def test_arguments_have_no_padding(header: str) -> None:
 def fields_of(header: str) -> Iterator[tuple[str, type]]:
     """(name, type) of the structure's fields as C declares them."""
     text = (build.DEVICE_CODE / "params" / header).read_text()
-    for kind, star, names in re.findall(r"^  (?:const )?(\w+)(\*?) ([\w, ]+);", text, re.MULTILINE):
+    constants = {name: int(value) for name, value in re.findall(r"^constexpr int (\w+) = (\d+);", text, re.MULTILINE)}
+    for kind, star, names, count in re.findall(
+        r"^  (?:const )?(\w+)(\*?) ([\w, ]+)(?:\[(\w+)\])?;", text, re.MULTILINE
+    ):
         for name in names.split(", "):
-            yield name, ctypes.c_void_p if star else TYPES[kind]
+            own = ctypes.c_void_p if star else TYPES[kind]
+            yield name, own * constants[count] if count else own
 
 
 def library_that_says(text: bytes) -> SimpleNamespace:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 from slipstream.nn.parallel import Parallel
-from slipstream_kernels.norm.rms_norm import rms_norm
 from torch import Tensor
 
 T = TypeVar("T")
@@ -31,11 +30,6 @@ class ThreadCollectives:
 
     def sum(self, partial: Tensor) -> Tensor:
         return torch.stack(self._all(partial.clone())).sum(0)  # type: ignore[arg-type]
-
-    def sum_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """Always as one, so that layers leave their sums to norms."""
-        found: tuple[Tensor, Tensor] = rms_norm(self.sum(partial), weight, eps, residual)  # type: ignore[assignment]
-        return found
 
     def gather(self, own: Tensor) -> Tensor:
         return torch.stack(self._all(own.clone()))  # type: ignore[arg-type]

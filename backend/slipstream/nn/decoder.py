@@ -25,7 +25,6 @@ from slipstream.nn.linear import Linear
 from slipstream.nn.lora import LoraLinear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.parallel import RankPart
 from slipstream.nn.quant.invariant import is_unquantized
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
@@ -55,49 +54,28 @@ class DecoderLayer:
         self.mlp_output_norm = RMSNorm(size, norm_eps, context) if is_after else None
 
     def __call__(
-        self, hidden: Tensor | RankPart, residual: Tensor | None, step: StepAttention, cache: LayerCache
-    ) -> tuple[Tensor | RankPart, Tensor]:
-        rows, residual = self._added(self.input_norm, hidden, residual, self.attention.input_quant)
+        self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        rows, residual = _added(self.input_norm, hidden, residual, self.attention.input_quant)
         hidden = self._output(self.attention_output_norm, self.attention(rows, step, cache))
         return self._mlp(hidden, residual)
 
     def last(
-        self,
-        hidden: Tensor | RankPart,
-        residual: Tensor | None,
-        step: StepAttention,
-        cache: LayerCache,
-        wanted: Tensor,
-    ) -> tuple[Tensor | RankPart, Tensor]:
+        self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, wanted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """As __call__, but computes outputs of the `wanted` rows only; writes keys and values of all rows."""
-        rows, residual = self._added(self.input_norm, hidden, residual, self.attention.input_quant)
+        rows, residual = _added(self.input_norm, hidden, residual, self.attention.input_quant)
         attended, residual = self.attention.attend_last(rows, step, cache), residual[wanted]
         if not len(wanted):  # the middle of a prompt
             return residual, residual
         return self._mlp(self._output(self.attention_output_norm, self.attention.o(attended)), residual)
 
-    def _mlp(self, hidden: Tensor | RankPart, residual: Tensor) -> tuple[Tensor | RankPart, Tensor]:
-        rows, residual = self._added(self.post_attention_norm, hidden, residual, self.mlp.activation_quant)
+    def _mlp(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        rows, residual = _added(self.post_attention_norm, hidden, residual, self.mlp.activation_quant)
         return self._output(self.mlp_output_norm, self.mlp(rows)), residual
 
-    def _added(
-        self,
-        norm: RMSNorm | None,
-        hidden: Tensor | RankPart,
-        residual: Tensor | None,
-        quant: ActivationQuant[Activation],
-    ) -> tuple[Activation, Tensor]:
-        """(norm(hidden + residual) as `quant` gives it, hidden + residual); without a norm the sum itself."""
-        if norm is not None:
-            return norm.add(hidden, residual, quant)
-        hidden = self._parallel.whole(hidden)
-        summed = hidden if residual is None else hidden + residual
-        return quant.cast(summed), summed
-
-    def _output(self, norm: RMSNorm | None, hidden: Tensor) -> Tensor | RankPart:
+    def _output(self, norm: RMSNorm | None, hidden: Tensor) -> Tensor:
         """What is added to the residual stream. hidden: of several ranks, what this one has of the sum."""
-        if norm is None and self.spec.residual_scale == 1.0:
-            return self._parallel.part(hidden)
         hidden = self._parallel.sum(hidden)
         hidden = hidden if norm is None else norm(hidden)
         return hidden if self.spec.residual_scale == 1.0 else hidden * self.spec.residual_scale
@@ -135,6 +113,16 @@ class DecoderLayer:
         return (*self.attention.linears(), *self.mlp.linears())
 
 
+def _added(
+    norm: RMSNorm | None, hidden: Tensor, residual: Tensor | None, quant: ActivationQuant[Activation]
+) -> tuple[Activation, Tensor]:
+    """(norm(hidden + residual) as `quant` gives it, hidden + residual); without a norm the sum itself."""
+    if norm is not None:
+        return norm.add(hidden, residual, quant)
+    summed = hidden if residual is None else hidden + residual
+    return quant.cast(summed), summed
+
+
 class Decoder:
     """num_positions: rows of the rotary tables, that is the longest sequence (tokens) that may be served.
 
@@ -167,12 +155,11 @@ class Decoder:
 
         kv_caches: one per layer. With feature_layers, their inputs stand behind: [T, hidden_size * (1 + their number)].
         """
-        hidden: Tensor | RankPart = self.embedding(batch.token_ids, batch.given)
+        hidden = self.embedding(batch.token_ids, batch.given)
         residual: Tensor | None = None
         features: dict[int, Tensor] = {}
         for index, (layer, step, cache) in enumerate(zip(self.layers, self._plan(batch), kv_caches)):
             if index in self.feature_layers:
-                hidden = self.context.parallel.whole(hidden)
                 features[index] = hidden if residual is None else hidden + residual
             hidden, residual = layer(hidden, residual, step, cache)
         assert residual is not None
@@ -187,12 +174,12 @@ class Decoder:
         The last layer computes only keys and values of the other rows, which saves 2.7 % of an 8B model's prompt FLOPs.
         """
         steps = self._plan(batch)
-        hidden: Tensor | RankPart = self.embedding(batch.token_ids, batch.given)
+        hidden = self.embedding(batch.token_ids, batch.given)
         residual: Tensor | None = None
         for layer, step, cache in zip(self.layers[:-1], steps, kv_caches):
             hidden, residual = layer(hidden, residual, step, cache)
         hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
-        return self.final_norm.add(hidden, residual, PLAIN)[0] if len(residual) else residual
+        return self.final_norm.add(hidden, residual, PLAIN)[0] if len(hidden) else hidden
 
     def forward_stage(
         self, hidden: Tensor, batch: ForwardBatch, kv_caches: Sequence[LayerCache], is_last_only: bool
@@ -202,22 +189,19 @@ class Decoder:
         With feature_layers, the residual stream before those so far stands below it, each of T rows, in their order.
         kv_caches: of own_layers. is_last_only: rows of batch.logits_indices only, for the last stage, as forward_last.
         """
-        first, *features = hidden.split(len(batch.token_ids))
-        rows: Tensor | RankPart = first
+        hidden, *features = hidden.split(len(batch.token_ids))
         residual: Tensor | None = None
-        steps, whole = self._plan(batch), self.context.parallel.whole
+        steps = self._plan(batch)
         num_whole = len(self.own_layers) - is_last_only
         for index, layer, step, cache in zip(self.own_indices, self.own_layers[:num_whole], steps, kv_caches):
             if index in self.feature_layers:
-                rows = whole(rows)
-                features.append(rows if residual is None else rows + residual)
-            rows, residual = layer(rows, residual, step, cache)
+                features.append(hidden if residual is None else hidden + residual)
+            hidden, residual = layer(hidden, residual, step, cache)
         if is_last_only:
             last, wanted = self.own_layers[-1], batch.logits_indices
-            rows, residual = last.last(rows, residual, steps[-1], kv_caches[-1], wanted)
+            hidden, residual = last.last(hidden, residual, steps[-1], kv_caches[-1], wanted)
         assert residual is not None
-        stream = whole(rows) + residual
-        return torch.cat([stream, *features]) if features else stream
+        return torch.cat([hidden + residual, *features]) if features else hidden + residual
 
     def num_features_before(self, layer: int) -> int:
         """How many of the feature layers lie before a layer."""

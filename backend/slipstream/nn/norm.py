@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.parallel import RankPart
 from slipstream.nn.weight_slot import WeightSlot
 
 A = TypeVar("A", bound=Activation)
@@ -20,18 +19,14 @@ class RMSNorm:
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         self.weight = torch.empty(size, device=context.device, dtype=context.dtype)
-        self.eps, self._parallel = eps, context.parallel
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         return PLAIN.rms_norm(x, self.weight, self.eps, None)[0]
 
-    def add(self, x: Tensor | RankPart, residual: Tensor | None, form: ActivationQuant[A]) -> tuple[A, Tensor]:
+    def add(self, x: Tensor, residual: Tensor | None, form: ActivationQuant[A]) -> tuple[A, Tensor]:
         """(norm(x + residual), x + residual); without a residual, (norm(x), x)."""
-        if isinstance(x, RankPart) and residual is not None and form.keeps_plain(residual.shape[0]):
-            found = self._parallel.sum_norm(x, residual, self.weight, self.eps)
-            if found is not None:
-                return cast("tuple[A, Tensor]", found)
-        return form.rms_norm(self._parallel.whole(x), self.weight, self.eps, residual)
+        return form.rms_norm(x, self.weight, self.eps, residual)
 
     def slot(self) -> WeightSlot:
         return WeightSlot(tuple(self.weight.shape), self._load, mean=1.0, std=0.0, rows_axis=0)
@@ -44,7 +39,7 @@ class SharedRMSNorm(RMSNorm):
     """RMSNorm over features that ranks share: the mean is that of all. unit: features that stay together."""
 
     def __init__(self, size: int, unit: int, eps: float, context: LayerContext) -> None:
-        self._size = size
+        self._size, self._parallel = size, context.parallel
         self._own = context.parallel.range_of("norm", size, unit)
         super().__init__(self._own.stop - self._own.start, eps, context)
         self._num_summed = len(self.weight) * context.parallel.size  # units that several ranks hold count as often

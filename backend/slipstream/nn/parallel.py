@@ -24,11 +24,6 @@ class Collectives(Protocol):
         """The sum over the ranks, the same bits on every rank; may be the changed argument."""
         ...
 
-    def sum_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """(norm(sum + residual), sum + residual) in one kernel, as norm.rms_norm; None: there is none, and nothing was
-        done."""
-        ...
-
     def gather(self, own: Tensor) -> Tensor:
         """[num_ranks, *own.shape] in the order of ranks."""
         ...
@@ -57,13 +52,6 @@ class Pipe(Protocol):
     def drain(self) -> None:
         """Let go of what was sent, after all of it has been received."""
         ...
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What a rank has of a sum that its reader makes: a norm, in one kernel with itself where there is one."""
-
-    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -120,17 +108,6 @@ class Parallel:
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of what each rank has of a result; may change its argument."""
         return partial if self.size == 1 else self._others.sum(partial)
-
-    def part(self, partial: Tensor) -> Tensor | RankPart:
-        """The same, left to its reader: `whole`, or RMSNorm.add."""
-        return partial if self.size == 1 else RankPart(partial)
-
-    def whole(self, hidden: Tensor | RankPart) -> Tensor:
-        return self.sum(hidden.values) if isinstance(hidden, RankPart) else hidden
-
-    def sum_norm(self, part: RankPart, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """See Collectives."""
-        return self._others.sum_norm(part.values, residual, weight, eps)
 
     def gather_vocabulary(self, own: Tensor, size: int) -> Tensor:
         """own: [S, rows of this rank's vocabulary] -> [S, size], the same on every rank."""

@@ -60,9 +60,6 @@ class GroupCollectives:
         dist.all_reduce(partial, group=self._group)
         return partial
 
-    def sum_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        return None if self._symmetric is None else self._symmetric.sum_norm(partial, residual, weight, eps)
-
     def gather(self, own: Tensor) -> Tensor:
         found = own.new_empty(self._size, *own.shape)
         _all_gather(found.flatten(0, 1), own.contiguous(), group=self._group)

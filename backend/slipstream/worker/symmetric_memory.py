@@ -81,12 +81,6 @@ class SymmetricSum:
         torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group)
         return buffer.clone()
 
-    def sum_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """See nn.parallel.Collectives."""
-        if self._own is None or not self._own.takes_norm(partial, residual):
-            return None
-        return self._own.sum_norm(partial, residual, weight, eps)
-
 
 def symmetric_sum(
     rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device, all_agree: Callable[[bool], bool]

@@ -28,10 +28,6 @@ A_co = TypeVar("A_co", bound=Activation, covariant=True)
 class ActivationQuant(Protocol[A_co]):
     """Each function returns rows that layers of this form read; x: [T, size]."""
 
-    def keeps_plain(self, num_rows: int) -> bool:
-        """Whether so many rows are plain in this form."""
-        ...
-
     def cast(self, x: Tensor) -> A_co:
         """Plain rows in this form."""
         ...
@@ -47,9 +43,6 @@ class ActivationQuant(Protocol[A_co]):
 
 class Plain:
     """Rows as they are."""
-
-    def keeps_plain(self, num_rows: int) -> bool:
-        return True
 
     def cast(self, x: Tensor) -> Tensor:
         return x
@@ -73,21 +66,18 @@ class Fp8:
     scheme: Fp8Scheme
     max_plain_rows: int = 0
 
-    def keeps_plain(self, num_rows: int) -> bool:
-        return num_rows <= self.max_plain_rows
-
     def cast(self, x: Tensor) -> Tensor | Fp8Rows:
-        return x if self.keeps_plain(x.shape[0]) else quantize_fp8(x, self.scheme)
+        return x if x.shape[0] <= self.max_plain_rows else quantize_fp8(x, self.scheme)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
-        if self.keeps_plain(x.shape[0]):
+        if x.shape[0] <= self.max_plain_rows:
             return PLAIN.rms_norm(x, weight, eps, residual)
         return rms_norm_fp8(x, weight, eps, residual, self.scheme)
 
     def silu_mul(self, x: Tensor) -> Tensor | Fp8Rows:
-        return silu_mul(x) if self.keeps_plain(x.shape[0]) else silu_mul_fp8(x, self.scheme)
+        return silu_mul(x) if x.shape[0] <= self.max_plain_rows else silu_mul_fp8(x, self.scheme)
 
 
 @dataclass(frozen=True)
@@ -97,11 +87,8 @@ class Int8:
     scale: Tensor | None = None
     max_plain_rows: int = 0
 
-    def keeps_plain(self, num_rows: int) -> bool:
-        return num_rows <= self.max_plain_rows
-
     def cast(self, x: Tensor) -> Tensor | Int8Rows:
-        return x if self.keeps_plain(x.shape[0]) else quantize_int8(x, self.scale)
+        return x if x.shape[0] <= self.max_plain_rows else quantize_int8(x, self.scale)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None

@@ -150,8 +150,8 @@ class MTPModule:
         """batch: token i + 1 at the position and slot of token i. hidden: [T, hidden_size] at token i, the model's or
         this module's own. Returns [T, hidden_size]: of `logits`, and of the next call. The cache gains a layer's KV."""
         pair = [self.norms["enorm"](self.embedding(batch.token_ids)), self.norms["hnorm"](hidden)]
-        output, residual = self.layer(self.projection(torch.cat(pair, dim=-1)), None, self.backend.plan(batch), cache)
-        normed, raw = self.norms["shared_head.norm"].add(output, residual, PLAIN)
+        hidden, residual = self.layer(self.projection(torch.cat(pair, dim=-1)), None, self.backend.plan(batch), cache)
+        normed, raw = self.norms["shared_head.norm"].add(hidden, residual, PLAIN)
         return raw if self._hands_on_raw else normed
 
     def logits(self, hidden: Tensor) -> Tensor:

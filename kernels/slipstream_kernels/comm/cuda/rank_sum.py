@@ -1,7 +1,4 @@
-"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink.
-
-Alone, or with the residual and the norm that follow a sum in a decoder.
-"""
+"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink."""
 
 from __future__ import annotations
 
@@ -19,18 +16,16 @@ SOURCE = "sm90_rank_sum.cu"
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_RANKS = 8
 PACK_BYTES, LINE_BYTES = 8, 16
-MAX_ROWS, MAX_ROW_PACKS = 2 * 132, 8 * 512  # of sums with a norm
 
 
 class RankSumParams(ctypes.Structure):
     """csrc/params/rank_sum_params.h, field by field."""
 
-    _fields_ = (
-        *fields(("partial", "total", "residual", "weight", "normed", "counters")),
+    _fields_ = [
+        *fields(("partial", "total", "counters")),
         ("mailboxes", ctypes.c_void_p * MAX_RANKS),
-        *fields((), ("capacity", "num_packs"), ("rank", "num_ranks", "row_packs", "is_dependent")),
-        ("eps", ctypes.c_float),
-    )
+        *fields((), ("capacity", "num_packs"), ("rank", "num_ranks", "is_dependent")),
+    ]
 
 
 def refusal(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str | None:
@@ -79,32 +74,7 @@ class RankSum:
 
         Can be captured in a CUDA graph."""
         total = torch.empty_like(partial)
-        launch("rank_sum", self._library, self._params(partial, total), self._device)
-        return total
-
-    def takes_norm(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
-        """partial, residual: [num_rows, size]."""
-        if not self.takes(partial) or partial.dim() != 2 or not residual.is_contiguous():
-            return False
-        row_packs, rest = divmod(partial.shape[1] * partial.itemsize, PACK_BYTES)
-        is_aligned = rest == 0 and residual.data_ptr() % PACK_BYTES == 0 and residual.dtype == partial.dtype
-        return is_aligned and len(partial) <= MAX_ROWS and row_packs <= MAX_ROW_PACKS
-
-    def sum_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """ops.rms_norm(sum, weight, eps, residual): (norm(sum + residual), sum + residual), both new.
-
-        weight: [size], of the rows' type. Roundings are those of the two one after the other."""
-        total, normed = torch.empty_like(partial), torch.empty_like(partial)
-        params = self._params(partial, total)
-        params.residual, params.weight, params.normed = residual.data_ptr(), weight.data_ptr(), normed.data_ptr()
-        params.row_packs, params.eps = partial.shape[1] * partial.itemsize // PACK_BYTES, eps
-        launch("rank_sum_norm", self._library, params, self._device)
-        return normed, total
-
-    def _params(self, partial: torch.Tensor, total: torch.Tensor) -> RankSumParams:
-        return RankSumParams(
+        params = RankSumParams(
             partial=partial.data_ptr(),
             total=total.data_ptr(),
             counters=self._counters.data_ptr(),
@@ -115,3 +85,5 @@ class RankSum:
             num_ranks=self._num_ranks,
             is_dependent=self._is_dependent,
         )
+        launch("rank_sum", self._library, params, self._device)
+        return total

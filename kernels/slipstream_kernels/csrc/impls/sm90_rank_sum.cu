@@ -1,5 +1,4 @@
-// The sum of a small tensor over the GPUs of one host, alone or with what its first reader does: the residual is added
-// and the rows are normalised. Contract: comm/cuda/rank_sum.py.
+// The sum of a small tensor over the GPUs of one host. Contract: comm/cuda/rank_sum.py.
 //
 // Each rank stores what it has into a mailbox of every other rank, and each 8 bytes travel in a line of 16 that holds the
 // number of the sum twice: a reader that finds its number has the data too, so no barrier is waited for, and a sum takes
@@ -20,8 +19,6 @@ namespace slipstream {
 
 constexpr int kSumThreads = 256;
 constexpr int kSumCtas = 264;   // two on each SM: all of them run at once
-constexpr int kRowThreads = 512;
-constexpr int kRowCtas = 2 * 132;   // a row each, and all of them run at once
 
 // Another GPU reads or writes a line at any time; halves of 8 bytes, data and number, come as a whole.
 __device__ __forceinline__ void store_line(uint4* to, uint2 data, uint32_t number) {
@@ -72,129 +69,39 @@ __device__ __forceinline__ void end_sum(const RankSumParams& p, uint32_t number)
   p.counters[0] = number;
 }
 
-// The lines of one sum.
-struct Lines {
-  const RankSumParams& p;
-  uint32_t number;
-  int64_t side;
-
-  __device__ __forceinline__ explicit Lines(const RankSumParams& p)
-      : p(p), number(*static_cast<volatile uint32_t*>(p.counters) + 1),
-        side(static_cast<int64_t>(number % 2) * p.num_ranks) {}
-
-  __device__ __forceinline__ void send(int64_t i) const {
-    const uint2 own = load_global_8(static_cast<const uint2*>(p.partial) + i);
-    for (int other = 0; other < p.num_ranks; ++other) {
-      if (other != p.rank) store_line(p.mailboxes[other] + (side + p.rank) * p.capacity + i, own, number);
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ Pack<T> sum(int64_t i) const {
-    Pack<T> found;
-    for (int rank = 0; rank < p.num_ranks; ++rank) {
-      found.add(rank == p.rank ? load_global_8(static_cast<const uint2*>(p.partial) + i)
-                               : await_line(p.mailboxes[p.rank] + (side + rank) * p.capacity + i, number));
-    }
-    return found;
-  }
-};
-
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) rank_sum_kernel(const RankSumParams p) {
   start_dependents();
   await_previous();
-  const Lines lines(p);
+  const uint32_t number = *static_cast<volatile uint32_t*>(p.counters) + 1;
+  const int64_t side = static_cast<int64_t>(number % 2) * p.num_ranks;
+  const auto* partial = static_cast<const uint2*>(p.partial);
   const int64_t first = blockIdx.x * kSumThreads + threadIdx.x, stride = gridDim.x * kSumThreads;
-  for (int64_t i = first; i < p.num_packs; i += stride) lines.send(i);
-  for (int64_t i = first; i < p.num_packs; i += stride) static_cast<uint2*>(p.total)[i] = lines.sum<T>(i).rounded();
-  end_sum(p, lines.number);
-}
-
-// Of all threads of a CTA, for each of them.
-__device__ __forceinline__ float sum_of_cta(float value) {
-  __shared__ float sums[kRowThreads / 32];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kRowThreads / 32; ++warp) total += sums[warp];
-  return total;
-}
-
-// PACKS: of a row that a thread has at most. The roundings are those of a sum followed by norm/triton/rms_norm.py.
-template <typename T, int PACKS>
-__global__ void __launch_bounds__(kRowThreads) rank_sum_norm_kernel(const RankSumParams p) {
-  start_dependents();
-  await_previous();
-  const Lines lines(p);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * p.row_packs;
-#pragma unroll
-  for (int k = 0; k < PACKS; ++k) {
-    const int i = k * kRowThreads + threadIdx.x;
-    if (i < p.row_packs) lines.send(row + i);
+  for (int64_t i = first; i < p.num_packs; i += stride) {
+    const uint2 own = load_global_8(partial + i);
+    for (int other = 0; other < p.num_ranks; ++other) {
+      if (other != p.rank) store_line(p.mailboxes[other] + (side + p.rank) * p.capacity + i, own, number);
+    }
   }
-  Pack<T> rows[PACKS];
-  float squares = 0.0f;
-#pragma unroll
-  for (int k = 0; k < PACKS; ++k) {
-    const int i = k * kRowThreads + threadIdx.x;
-    if (i >= p.row_packs) continue;
-    Pack<T> summed;
-    summed.add(load_global_8(static_cast<const uint2*>(p.residual) + row + i));
-    summed.add(lines.sum<T>(row + i).rounded());
-    const uint2 rounded = summed.rounded();
-    static_cast<uint2*>(p.total)[row + i] = rounded;
-    rows[k].add(rounded);
-#pragma unroll
-    for (int j = 0; j < Pack<T>::kSize; ++j) squares += rows[k].values[j] * rows[k].values[j];
+  for (int64_t i = first; i < p.num_packs; i += stride) {
+    Pack<T> sum;
+    for (int rank = 0; rank < p.num_ranks; ++rank) {
+      sum.add(rank == p.rank ? load_global_8(partial + i)
+                             : await_line(p.mailboxes[p.rank] + (side + rank) * p.capacity + i, number));
+    }
+    static_cast<uint2*>(p.total)[i] = sum.rounded();
   }
-  const float scale = rsqrtf(sum_of_cta(squares) / static_cast<float>(p.row_packs * Pack<T>::kSize) + p.eps);
-#pragma unroll
-  for (int k = 0; k < PACKS; ++k) {
-    const int i = k * kRowThreads + threadIdx.x;
-    if (i >= p.row_packs) continue;
-    Pack<T> scaled = rows[k], weight, normed;
-#pragma unroll
-    for (int j = 0; j < Pack<T>::kSize; ++j) scaled.values[j] *= scale;
-    normed.add(scaled.rounded());
-    weight.add(load_global_8(static_cast<const uint2*>(p.weight) + i));
-#pragma unroll
-    for (int j = 0; j < Pack<T>::kSize; ++j) normed.values[j] *= weight.values[j];
-    static_cast<uint2*>(p.normed)[row + i] = normed.rounded();
-  }
-  end_sum(p, lines.number);
+  end_sum(p, number);
 }
-
-template <typename T, int PACKS>
-int launch_norm(const RankSumParams& p, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(p.num_packs / p.row_packs));
-  return launch_kernel(p.is_dependent != 0, grid, kRowThreads, 0, stream, rank_sum_norm_kernel<T, PACKS>, p);
-}
-
-bool is_valid(const RankSumParams& p) { return p.num_ranks <= kMaxRanks && p.num_packs <= p.capacity; }
 
 }  // namespace slipstream
 
-// Each returns a cudaError_t; 0 is success.
+// Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_rank_sum(const RankSumParams* params, void* stream) {
   using namespace slipstream;
-  if (!is_valid(*params)) return cudaErrorInvalidValue;
+  if (params->num_ranks > kMaxRanks || params->num_packs > params->capacity) return cudaErrorInvalidValue;
   const int64_t wanted = (params->num_packs + kSumThreads - 1) / kSumThreads;
   const int ctas = static_cast<int>(wanted < kSumCtas ? wanted : kSumCtas);
   return launch_kernel(params->is_dependent != 0, dim3(ctas), kSumThreads, 0, static_cast<cudaStream_t>(stream),
                        rank_sum_kernel<SLIPSTREAM_TYPE>, *params);
-}
-
-SLIPSTREAM_API int slipstream_rank_sum_norm(const RankSumParams* params, void* stream) {
-  using namespace slipstream;
-  const RankSumParams& p = *params;
-  if (!is_valid(p) || p.num_packs > p.row_packs * static_cast<int64_t>(kRowCtas)) return cudaErrorInvalidValue;
-  const auto to = static_cast<cudaStream_t>(stream);
-  if (p.row_packs <= 2 * kRowThreads) return launch_norm<SLIPSTREAM_TYPE, 2>(p, to);
-  if (p.row_packs <= 4 * kRowThreads) return launch_norm<SLIPSTREAM_TYPE, 4>(p, to);
-  if (p.row_packs <= 8 * kRowThreads) return launch_norm<SLIPSTREAM_TYPE, 8>(p, to);
-  return cudaErrorInvalidValue;
 }

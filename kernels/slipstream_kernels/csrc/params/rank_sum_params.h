@@ -8,17 +8,12 @@ constexpr int kMaxRanks = 8;
 
 struct RankSumParams {
   const void* partial;             // what this rank has of the sum, 8 bytes a pack
-  void* total;                     // with a norm: the sum and the residual
-  const void* residual;            // these three of sums with a norm, whose rows have row_packs packs
-  const void* weight;
-  void* normed;
+  void* total;
   uint32_t* counters;              // [2], this rank's: sums so far, CTAs of the current one that have ended
   uint4* mailboxes[kMaxRanks];     // of each rank, as this GPU sees them: [2, num_ranks, capacity] lines
   int64_t capacity;                // packs of the largest sum
   int64_t num_packs;
   int32_t rank;
   int32_t num_ranks;
-  int32_t row_packs;
   int32_t is_dependent;
-  float eps;
 };
