@@ -30,9 +30,10 @@ from speed import Gate, bench_options, gates, load_recorded  # noqa: E402
 
 FOLDERS = ("tests/models", "tests/engine", "tests/encoders", "tests/bench")
 WANTS_GPU = re.compile(r"torch\.cuda\.is_available|needs_hopper|hopper_device")
+WANTS_SEVERAL = re.compile(r"torch\.cuda\.device_count")
 FAILED = re.compile(r"\b(?:FAILED|ERROR) tests/\S+")
 WITHOUT_GPU = re.compile(r"needs an? (CUDA|Hopper|GPU)|no (CUDA device|Hopper GPU|nvcc)|needs a GPU", re.I)
-MAX_SECONDS = {"build": 300, "tests": 420, "speed": 180}  # of a stage; of `speed` for each format
+MAX_SECONDS = {"build": 300, "tests": 420, "alone": 300, "speed": 180}  # of a stage; of `speed` for each format
 MAX_TEST_SECONDS = 150  # of a test alone: one that hangs must not take the others' verdicts with it
 ABOUT = """
 import json, platform, torch, triton
@@ -119,7 +120,8 @@ def read_junit(path: Path, report: Report) -> None:
         message = (found.get("message") or "").splitlines()
         first = message[0][:200] if message else ""
         report.problems.append(f"{found.tag}: {case.get('classname')}::{case.get('name')}: {first}")
-    report.counts, report.skipped = dict(counts), dict(skipped.most_common())
+    report.counts = dict(counts + Counter(report.counts))
+    report.skipped = dict((skipped + Counter(report.skipped)).most_common())
     if report.about["gpu"]:
         wanting = sum(count for reason, count in skipped.items() if WITHOUT_GPU.search(reason))
         if wanting:
@@ -127,17 +129,27 @@ def read_junit(path: Path, report: Report) -> None:
 
 
 def run_tests(arguments: argparse.Namespace, report: Report) -> None:
-    shard, num_shards = arguments.shard
-    junit = arguments.out / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(arguments.jobs), f"--junitxml={junit}", "-p"]
-    command += ["no:cacheprovider", "-o", f"timeout={MAX_TEST_SECONDS}", "--durations=20"]
-    log = arguments.out / "tests.log"
-    failure = run_stage("tests", [*command, *gpu_test_files(shard, num_shards)], log)
+    """Those of several GPUs by themselves, afterwards: their kernels wait for each other, and beside other processes
+    they seldom run at the same time."""
+    files = gpu_test_files(*arguments.shard)
+    alone = [path for path in files if WANTS_SEVERAL.search((ROOT / path).read_text())]
+    run_files("tests", [path for path in files if path not in alone], arguments.jobs, arguments.out, report)
+    if alone:
+        run_files("alone", alone, 0, arguments.out, report)
+
+
+def run_files(name: str, files: list[str], jobs: int, out: Path, report: Report) -> None:
+    junit, log = out / f"{name}.xml", out / f"{name}.log"
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(jobs), f"--junitxml={junit}", "-p", "no:cacheprovider"]
+    command += ["-o", f"timeout={MAX_TEST_SECONDS}", "--durations=20"]
+    junit.unlink(missing_ok=True)
+    num_problems = len(report.problems)
+    failure = run_stage(name, [*command, *files], log)
     if junit.exists():
         read_junit(junit, report)
     else:  # stopped in the middle: what had failed by then
         report.problems += sorted(set(FAILED.findall(log.read_text())))
-    if failure is not None and (report.ok or not junit.exists()):
+    if failure is not None and (len(report.problems) == num_problems or not junit.exists()):
         report.problems.append(failure)
 
 

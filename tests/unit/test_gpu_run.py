@@ -111,6 +111,30 @@ def test_a_gpu_test_that_is_skipped_is_a_problem(tmp_path: Path) -> None:
     assert not report.ok and "FAILED: 3 problems" in report.as_text() and json.dumps(report.as_json())
 
 
+def test_files_run_in_two_parts_and_what_a_stopped_one_told_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests of several GPUs run by themselves; the first part is stopped before it wrote its verdicts."""
+    ran = []
+
+    def run_stage(name: str, command: list[str], log: Path) -> str | None:
+        ran.append((name, command[command.index("-n") + 1], command[-1]))
+        if name == "tests":
+            log.write_text("[gw0] [ 5%] FAILED tests/kernels/test_sample.py::test_draws \n")
+            return "tests: not done"
+        log.with_suffix(".xml").write_text("<testsuites><testcase classname='a' name='b'/></testsuites>")
+        return None
+
+    monkeypatch.setattr(run_gpu_tests, "run_stage", run_stage)
+    report = run_gpu_tests.Report("abc", {"gpu": H200}, "1/1", counts={"passed": 2})
+    arguments = run_gpu_tests.parse_arguments(["--out", str(tmp_path), "--jobs", "4"])
+    run_gpu_tests.run_tests(arguments, report)
+    assert [part[:2] for part in ran] == [("tests", "4"), ("alone", "0")]
+    assert ran[1][2] == "tests/engine/test_two_gpus.py" != ran[0][2]
+    assert report.problems == ["FAILED tests/kernels/test_sample.py::test_draws", "tests: not done"]
+    assert report.counts == {"passed": 3}
+
+
 def test_the_report_is_left_in_a_plain_folder(root: Path, tmp_path: Path) -> None:
     """Without a GPU it says so, and fails."""
     script = root / "tests/gpu/run_gpu_tests.py"
