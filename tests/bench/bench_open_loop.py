@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--clients", type=int, default=8, help="client processes of tritonserver")
     arguments = parser.parse_args()
-    arguments.prefix_caching = True
+    arguments.prefix_caching, arguments.tensor_parallel = True, 1
     player = vllm_player if arguments.engine == "vllm" else triton_player
     settings = {"engine": arguments.engine, "shape": arguments.shape}
     settings["set"] = arguments.set if arguments.engine != "vllm" else [arguments.format, arguments.kv_cache_dtype]

@@ -83,7 +83,7 @@ def engine_options(arguments: argparse.Namespace, shape: Shape, folder: Path) ->
         "dtype": "bfloat16",
         "max_model_len": min(arguments.max_model_len, shape.max_len),
         "max_num_seqs": arguments.max_num_seqs,
-        "tensor_parallel_size": getattr(arguments, "tensor_parallel", 1),
+        "tensor_parallel_size": arguments.tensor_parallel,
         "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": arguments.prefix_caching,
         "kv_cache_dtype": arguments.kv_cache_dtype,

@@ -16,6 +16,7 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import read_spec
+from slipstream.worker.graph_shapes import PromptShape
 from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
@@ -74,6 +75,32 @@ def test_prompts_are_computed_as_far_as_they_are_read(
     assert [told.token_ids for told in run_all(engine, chosen, each)] == expected
     assert num_replays(runner._graphs) > 10 and num_replays(runner._prompt_graphs) > 0
     assert (len(num_last) > num_captured) is not READS_ALL_ROWS[method]
+
+
+@pytest.mark.parametrize("method", [method for method, reads_all in READS_ALL_ROWS.items() if reads_all])
+def test_prompts_beside_decodes_of_requests_that_do_not_draft(
+    model: Path, tmp_path: Path, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, whose rows have gaps between decodes and prompts; tokens of decodes are known to the device only."""
+    chosen = [prompts[place] * 4 for place in (5, 6, 7, 11)]
+    params = replace(GREEDY, num_draft_tokens=0, max_tokens=16)
+    expected = [told.token_ids for told in run_all(make_engine(model), chosen, params)]
+    gaps: set[int] = set()
+    gather = PromptShape.gather
+
+    def note(shape: PromptShape, rows: torch.Tensor, num_decodes: int, num_tokens: int) -> torch.Tensor:
+        gaps.add(shape.num_decodes - num_decodes)
+        return gather(shape, rows, num_decodes, num_tokens)
+
+    monkeypatch.setattr(PromptShape, "gather", note)
+    rehearse_graphs(monkeypatch, (4,))
+    engine = make_engine(
+        model,
+        scheduler={"max_num_batched_tokens": 150, "overlap_scheduling": "on"},
+        speculation=speculation(method, model, tmp_path),
+    )
+    assert [told.token_ids for told in run_all(engine, chosen, params)] == expected
+    assert len(gaps - {0}) > 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,7 +2,8 @@
 
     python3 tests/gpu/run_gpu_tests.py --out DIR [--commit HASH] [--shard K/N] [--jobs N] [--skip build,tests,speed]
 
-Needs a Python with torch, pytest and pytest-xdist, and nvcc; the tree may be a plain folder.  `make test-gpu` calls it.
+Needs a Python with torch, pytest, pytest-xdist and pytest-timeout, and nvcc; the tree may be a plain folder.  `make
+test-gpu` calls it.
 Exits with 1 if a test fails, a GPU test is skipped for want of a GPU or a compiler, or a figure is more than 3 % above
 the recorded one (tests/gpu/recorded.json).  On 16 cores: building takes about two minutes, tests and gates three each.
 """
@@ -135,20 +136,21 @@ def run_tests(arguments: argparse.Namespace, report: Report) -> None:
     alone = [path for path in files if WANTS_SEVERAL.search((ROOT / path).read_text())]
     run_files("tests", [path for path in files if path not in alone], arguments.jobs, arguments.out, report)
     if alone:
-        run_files("alone", alone, 0, arguments.out, report)
+        run_files("alone", alone, 1, arguments.out, report)
 
 
 def run_files(name: str, files: list[str], jobs: int, out: Path, report: Report) -> None:
     junit, log = out / f"{name}.xml", out / f"{name}.log"
     command = [sys.executable, "-m", "pytest", "-vv", "-n", str(jobs), f"--junitxml={junit}", "-p", "no:cacheprovider"]
-    command += ["-o", f"timeout={MAX_TEST_SECONDS}", "--durations=20"]
+    # by a thread: a signal does not reach a test that waits for the GPU
+    command += ["-o", f"timeout={MAX_TEST_SECONDS}", "-o", "timeout_method=thread", "--durations=20"]
     junit.unlink(missing_ok=True)
     num_problems = len(report.problems)
     failure = run_stage(name, [*command, *files], log)
     if junit.exists():
         read_junit(junit, report)
     else:  # stopped in the middle: what had failed by then
-        report.problems += sorted(set(FAILED.findall(log.read_text())))
+        report.problems += sorted(set(FAILED.findall(log.read_text(errors="replace"))))
     if failure is not None and (len(report.problems) == num_problems or not junit.exists()):
         report.problems.append(failure)
 

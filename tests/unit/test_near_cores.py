@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream.worker.near_cores import NearCores, bind_near, near_cores
+from slipstream.worker.cores import NearCores, bind_near, near_cores
 
 GPU = torch.device("cuda", 1)
 

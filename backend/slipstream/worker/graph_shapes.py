@@ -29,11 +29,12 @@ DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224
 MIN_PROMPT_TOKENS = 16
 # A larger graph replaces a smaller one if it takes less than this share of its time.
 LEAST_GAIN = 0.95
-# Tokens of the largest prompt graph: with more, a layer's GEMMs take longer than its kernel launches. Those that do so
-# with fewer are dropped at start.
+# Tokens of the largest prompt graph. Graphs whose kernels take longer than their launches are dropped at start.
 MAX_TOKENS = 2560
-# Whole tiles of products, to the next multiple of which a step pads; twice as many in large graphs, which are fewer.
-TOKEN_STEP, LARGE_TOKENS = 128, 1280
+# A step is padded to the next multiple: whole tiles of products.
+TOKEN_STEP = 128
+# Beyond so many tokens graphs are twice TOKEN_STEP apart and of fewer capacities, so that the start stays short.
+LARGE_TOKENS = 1280
 MAX_PROMPTS = 16
 DECODE_CAPACITIES, LARGE_CAPACITIES = (0, 32, 128, 256, 512), (0, 128, 512)
 
@@ -255,7 +256,8 @@ class PromptShape:
         )
 
     def gather(self, rows: torch.Tensor, num_decodes: int, num_tokens: int) -> torch.Tensor:
-        """Of rows of such a graph those of a step with so many decodes and tokens, from where `spread` puts them."""
+        """rows: the output of such a graph. Returns those of a step with so many decodes and tokens, which `spread` has
+        moved apart."""
         gap = self.num_decodes - num_decodes
         if not gap:
             return rows[:num_tokens]
@@ -267,13 +269,18 @@ def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[Prom
     if not decode_sizes:
         return []
     most, found = max(decode_sizes), []
+    for size in prompt_sizes(max_num_tokens):
+        capacities = DECODE_CAPACITIES if size <= LARGE_TOKENS else LARGE_CAPACITIES
+        decodes = {min(capacity, most) for capacity in capacities}
+        found += [PromptShape(size, capacity) for capacity in decodes if capacity < size]
+    return sorted(found)
+
+
+def prompt_sizes(max_num_tokens: int) -> list[int]:
+    """Tokens of prompt graphs, ascending: up to the first that holds max_num_tokens, the largest step."""
     small = range(TOKEN_STEP, LARGE_TOKENS + 1, TOKEN_STEP)
     large = range(LARGE_TOKENS + 2 * TOKEN_STEP, MAX_TOKENS + 1, 2 * TOKEN_STEP)
-    for sizes, capacities in ((small, DECODE_CAPACITIES), (large, LARGE_CAPACITIES)):
-        held = [size for size in sizes if size - sizes.step < max_num_tokens]
-        decodes = {min(capacity, most) for capacity in capacities}
-        found += [PromptShape(size, capacity) for size in held for capacity in decodes if capacity < size]
-    return sorted(found)
+    return [size for sizes in (small, large) for size in sizes if size - sizes.step < max_num_tokens]
 
 
 def num_singles(step: StepArrays) -> int:

@@ -23,6 +23,7 @@ from slipstream.nn.load import load_model, refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.branch_moves import BranchMoves
+from slipstream.worker.cores import set_threads
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
@@ -48,7 +49,6 @@ from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
-from slipstream.worker.near_cores import set_threads
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
@@ -104,6 +104,7 @@ class ModelRunner:
         processors = _processors(config, spec, hardware)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
+        self._prompt_rows: torch.Tensor | None = None  # of prompt graphs that compute all rows
         self._prompt_logprobs = PromptLogprobs()
         self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
         finish_phase(phases, "KV pool", device)
@@ -120,7 +121,7 @@ class ModelRunner:
             shapes, sizes = [], ()
         self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups)
         prompts = prompt_shapes(sizes, self._max_num_tokens)
-        run_prompts = self._run_model if drafts.reads_all_rows else self._run_last
+        run_prompts = self._run_all if drafts.reads_all_rows else self._run_last
         self._prompt_graphs = StepGraphs(prompts, *limits, run_prompts, device, num_groups)
         most = max((shape.num_tokens for shape in shapes), default=0)
         self._adapters: AdapterRows | None = None
@@ -318,6 +319,14 @@ class ModelRunner:
 
     def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward(batch, self._kv_caches)
+
+    def _run_all(self, batch: ForwardBatch) -> torch.Tensor:
+        """Into one output for all prompt graphs: each would keep memory for its own."""
+        rows = self._run_model(batch)
+        if self._prompt_rows is None:
+            size = self._prompt_graphs.shapes[-1].num_tokens, rows.shape[1]
+            self._prompt_rows = rows.new_empty(size)
+        return self._prompt_rows[: len(rows)].copy_(rows)
 
     def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward_last(batch, self._kv_caches)

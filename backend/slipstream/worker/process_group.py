@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.core.errors import EngineError
+from slipstream.worker.cores import bind_near
 from slipstream.worker.memory_plan import Hardware
-from slipstream.worker.near_cores import bind_near
 from slipstream.worker.pipe import stage_groups
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 

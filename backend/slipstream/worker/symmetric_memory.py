@@ -63,6 +63,8 @@ class SymmetricSum:
         self._own = RankSum(self._rank, self._mailboxes, self._own_bytes, self._buffer.dtype, self._device)
 
     def takes(self, tensor: Tensor) -> bool:
+        if self._own is not None and self._own.takes(tensor):
+            return True
         is_whole = tensor.is_contiguous() and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
         if tensor.dtype != self._buffer.dtype or not is_whole:
             return False

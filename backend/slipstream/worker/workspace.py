@@ -20,7 +20,7 @@ from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, MAX_TOKENS
+from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, prompt_sizes
 from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware)
     """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, weights written out."""
     num_tokens = config.scheduler.max_num_batched_tokens
     if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
-        num_tokens += min(num_tokens, MAX_TOKENS)
+        num_tokens += prompt_sizes(num_tokens)[-1]
     num_seqs = config.scheduler.max_num_seqs
     num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
     parallel, own = hardware.parallel, spec.of_stage(hardware.parallel)

@@ -1,1 +1,1 @@
-"""What GPUs say to each other inside a step, faster than a library says it. cuda/: in CUDA C++."""
+"""Collective operations of a step between the GPUs of one host, in CUDA C++ (cuda/)."""

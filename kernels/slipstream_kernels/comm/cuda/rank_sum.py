@@ -48,7 +48,7 @@ def variants() -> list[tuple[str, ...]]:
 
 
 def mailbox_bytes(num_ranks: int, max_bytes: int) -> int:
-    """Of each rank, for sums of up to max_bytes."""
+    """Size of each rank's mailbox, for sums of up to max_bytes."""
     return 2 * num_ranks * (max_bytes // PACK_BYTES) * LINE_BYTES
 
 

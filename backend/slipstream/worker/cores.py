@@ -1,5 +1,7 @@
-"""Binds the process of a rank to the cores next to its GPU: its memory then comes from that NUMA node, and what it
-launches crosses no link between processors. Linux's sysfs only. And shares the cores out among threads that compute.
+"""The CPU cores of a process: how many threads compute on them and, of a rank, which are next to its GPU.
+
+Bound to these, its memory comes from their NUMA node, and what it launches crosses no link between processors. Linux's
+sysfs only.
 """
 
 from __future__ import annotations
