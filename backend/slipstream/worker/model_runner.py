@@ -203,23 +203,17 @@ class ModelRunner:
         shape = graphs.shape_for(arrays)
         if shape is not None:
             return StepTensors(graphs.load(shape, arrays), shape)
-        if self._reads_all_rows and not step.total_num_drafts:
-            return self._all_rows(arrays)
-        if not self._samples_last_only(step, states, arrays):
-            return StepTensors(self._builder.tensors(arrays))
-        prompt_shape = self._prompt_graphs.shape_for(arrays)
-        if prompt_shape is not None:
-            batch = self._prompt_graphs.load(prompt_shape, arrays)
+        is_last_only = self._samples_last_only(step, states, arrays)
+        may_have_graph = is_last_only or (self._reads_all_rows and not step.total_num_drafts)
+        prompt_shape = self._prompt_graphs.shape_for(arrays) if may_have_graph else None
+        if prompt_shape is None:
+            return StepTensors(self._builder.tensors(arrays), is_last_only=is_last_only)
+        batch = self._prompt_graphs.load(prompt_shape, arrays)
+        if is_last_only:
             return StepTensors(batch, None, prompt_shape, is_last_only=True)
-        return StepTensors(self._builder.tensors(arrays), is_last_only=True)
-
-    def _all_rows(self, arrays: StepArrays) -> StepTensors:
-        """Heads read a batch of the step's own tokens, whatever the graph pads it with."""
-        shape = self._prompt_graphs.shape_for(arrays)
-        if shape is None:
-            return StepTensors(self._builder.tensors(arrays))
-        fill_pending(self._prompt_graphs.load(shape, arrays).token_ids, arrays.pending, self._sampled)
-        return StepTensors(self._builder.tensors(arrays), None, shape, num_decodes=num_singles(arrays))
+        # heads read a batch of the step's own tokens, whatever the graph pads it with
+        fill_pending(batch.token_ids, arrays.pending, self._sampled)
+        return StepTensors(self._builder.tensors(arrays), None, prompt_shape, num_decodes=num_singles(arrays))
 
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]; of a

@@ -9,7 +9,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention.backend import LayerAttention, latent_refusal
-from slipstream.nn.attention.split_step import Rows, attend_invariantly, decode_rows, last_rows, rows_after, store_heads
+from slipstream.nn.attention.split_step import Rows, attend_invariantly, last_rows, store_heads, trees_and_chains
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -32,14 +32,12 @@ class InvariantAttention:
         return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantStep:
-        """Trees are rows of the step's beginning: with one, the op is called for these, and for the others apart."""
-        trees = None if batch.tree_mask is None else decode_rows(batch)
-        return InvariantStep(batch, trees, rows_after(batch, trees))
+        return InvariantStep(batch, *trees_and_chains(batch))
 
 
 @dataclass(frozen=True)
 class InvariantStep:
-    """trees: rows with a tree mask, None if there are none. chains: all others, None if there are none."""
+    """trees, chains: as trees_and_chains makes them; the op is called for each apart."""
 
     batch: ForwardBatch
     trees: Rows | None

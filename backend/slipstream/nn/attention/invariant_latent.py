@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.nn.attention.backend import LatentLayer
 from slipstream.nn.attention.latent import LatentBackend, write_latents
-from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
+from slipstream.nn.attention.split_step import Rows, last_rows, trees_and_chains
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -35,14 +35,12 @@ class InvariantLatent:
         return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantLatentStep:
-        """Trees are rows of the step's beginning: with one, the op is called for these, and for the others apart."""
-        trees = None if batch.tree_mask is None else decode_rows(batch)
-        return InvariantLatentStep(batch, trees, rows_after(batch, trees))
+        return InvariantLatentStep(batch, *trees_and_chains(batch))
 
 
 @dataclass(frozen=True)
 class InvariantLatentStep:
-    """trees: rows with a tree mask, None if there are none. chains: all others, None if there are none."""
+    """trees, chains: as trees_and_chains makes them; the op is called for each apart."""
 
     batch: ForwardBatch
     trees: Rows | None

@@ -171,6 +171,12 @@ def last_rows(batch: ForwardBatch) -> Rows:
     return Rows(slice(None), batch.block_tables[requests], starts, batch.seq_lens[requests], max_query_len=1)
 
 
+def trees_and_chains(batch: ForwardBatch) -> tuple[Rows | None, Rows | None]:
+    """A step's rows with a tree mask, which are its first, and all others; None where there are none."""
+    trees = None if batch.tree_mask is None else decode_rows(batch)
+    return trees, rows_after(batch, trees)
+
+
 def rows_after(batch: ForwardBatch, decodes: Rows | None) -> Rows | None:
     """The requests that follow those; all, if there are none.
 
