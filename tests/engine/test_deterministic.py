@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from engine_driver import GREEDY, make_engine, run_all
+from in_company import each_alone, together
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ WANTED = [
     SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=60, temperature=0.9, seed=6, top_p=0.9, top_k=40, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.2, ignore_eos=True, logprobs=2),
-]
+] * 3  # for twelve texts
 # Name -> how drafts are made; the demo model's own heads, whose trees and chains are taken in part.
 DRAFTERS: dict[str, dict[str, object]] = {
     "ngram": {"methods": "ngram"},
@@ -63,34 +64,11 @@ def make_demo_engine(demo_model: Path, **sections: dict[str, object]) -> Engine:
     )
 
 
-def told_of(told: list[Told]) -> list[tuple]:
-    """What must be equal: tokens, and all that is said of them, to the bit."""
-    return [(each.token_ids, [(entry.logprob, entry.top) for entry in each.logprobs]) for each in told]
-
-
-def each_alone(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
-    return [told_of(run_all(engine, [prompt], WANTED[i % 4]))[0] for i, prompt in enumerate(prompts)]
-
-
-def together(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
-    """In two waves, so that prompts are computed beside decodes and find beginnings of others in the cache."""
-    requests = [Request(list(prompt), WANTED[i % 4], handle=i) for i, prompt in enumerate(prompts)]
-    told: dict[Request, Told] = {}
-    for request in requests[::2]:
-        engine.submit(request)
-    run_steps(engine, told, 9)
-    for request in requests[1::2]:
-        engine.submit(request)
-    run_steps(engine, told)
-    assert engine.error is None
-    return told_of([told[request] for request in requests])
-
-
 @pytest.fixture(scope="module")
 def alone(demo_model: Path, texts: list[list[int]]) -> list[tuple]:
     """Every request by itself, its prompt in one step, without graphs, reuse or drafts."""
     engine = make_demo_engine(demo_model, model={"cuda_graphs": "off"}, cache={"enable_prefix_caching": False})
-    return each_alone(engine, texts)
+    return each_alone(engine, texts, WANTED)
 
 
 COMPANY: dict[str, dict[str, dict[str, object]]] = {
@@ -106,15 +84,15 @@ COMPANY: dict[str, dict[str, dict[str, object]]] = {
 @needs_cuda
 @pytest.mark.parametrize("name", COMPANY)
 def test_company_changes_nothing(demo_model: Path, texts: list[list[int]], alone: list[tuple], name: str) -> None:
-    assert together(make_demo_engine(demo_model, **COMPANY[name]), texts) == alone
+    assert together(make_demo_engine(demo_model, **COMPANY[name]), texts, WANTED, 9)[0] == alone
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_change_nothing(demo_model: Path, texts: list[list[int]], alone: list[tuple], name: str) -> None:
     engine = make_demo_engine(demo_model, speculation=DRAFTERS[name])
-    assert together(engine, texts) == alone
-    assert each_alone(engine, texts[:4]) == alone[:4]
+    assert together(engine, texts, WANTED, 9)[0] == alone
+    assert each_alone(engine, texts[:4], WANTED) == alone[:4]
 
 
 def texts_alone(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -153,15 +131,16 @@ def test_so_it_is_with_other_weights_caches_and_blocks(
 ) -> None:
     cache = {"dtype": kv_type, "block_size": block_size, "num_blocks": 2048}
     types = {"model": {"quantization": quantization}, "cache": cache}
-    expected = each_alone(make_demo_engine(demo_model, **types), texts)
-    assert together(make_demo_engine(demo_model, **types, speculation=DRAFTERS["eagle"]), texts) == expected
+    expected = each_alone(make_demo_engine(demo_model, **types), texts, WANTED)
+    engine = make_demo_engine(demo_model, **types, speculation=DRAFTERS["eagle"])
+    assert together(engine, texts, WANTED, 9)[0] == expected
 
 
 @needs_cuda
 def test_the_fast_kernels_say_nearly_the_same(demo_model: Path, texts: list[list[int]], alone: list[tuple]) -> None:
     """Of the first token; drawn tokens may differ, as a draw near a border of two tokens needs one rounding only."""
     engine = make_demo_engine(demo_model, model={"deterministic": False})
-    for (_, fast), (_, exact) in zip(each_alone(engine, texts), alone):
+    for (_, fast), (_, exact) in zip(each_alone(engine, texts, WANTED), alone):
         (_, fast_top), (_, exact_top) = fast[0], exact[0]
         common = dict(fast_top).keys() & dict(exact_top).keys()
         assert common  # the two most likely tokens, or one of them where others are as likely

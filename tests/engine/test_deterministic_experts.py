@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import Told, make_engine, model_worker, run_all, run_steps
+from engine_driver import make_engine, model_worker, run_all
+from in_company import each_alone, together
 from rehearsed_graphs import num_replays, rehearse_graphs
 from row_by_row import compute_row_by_row
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from speculation_config import speculation_config
@@ -84,28 +84,6 @@ def deterministic(checkpoint: Path, **sections: dict[str, object]) -> Engine:
     )
 
 
-def told_of(told: list[Told]) -> list[tuple]:
-    return [(each.token_ids, [(entry.logprob, entry.top) for entry in each.logprobs]) for each in told]
-
-
-def each_alone(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
-    return [told_of(run_all(engine, [prompt], wanted))[0] for prompt, wanted in zip(prompts, WANTED)]
-
-
-def together(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple], list[Request]]:
-    """In two waves: prompts are computed beside decodes."""
-    requests = [Request(list(prompt), wanted, handle=i) for i, (prompt, wanted) in enumerate(zip(prompts, WANTED))]
-    told: dict[Request, Told] = {}
-    for request in requests[::2]:
-        engine.submit(request)
-    run_steps(engine, told, 5)
-    for request in requests[1::2]:
-        engine.submit(request)
-    run_steps(engine, told)
-    assert engine.error is None
-    return told_of([told[request] for request in requests]), requests
-
-
 COMPANY: dict[str, dict[str, dict[str, object]]] = {
     "whole prompts": {},
     "chunks": {"scheduler": {"max_num_batched_tokens": 23}},
@@ -123,13 +101,13 @@ def test_company_changes_nothing(
     """Twice, the second time behind cached beginnings."""
     checkpoint = checkpoints[family]
     eager = {"model": {"cuda_graphs": "off"}, "cache": {"enable_prefix_caching": False}}
-    alone = each_alone(deterministic(checkpoint, **eager), prompts)
+    alone = each_alone(deterministic(checkpoint, **eager), prompts, WANTED)
     for name, sections in COMPANY.items():
         if name == "graphs" and not HAS_GPU:
             rehearse_graphs(monkeypatch, (2, 4, 8))
         engine = deterministic(checkpoint, **sections)
         for _ in range(2):
-            found, requests = together(engine, prompts)
+            found, requests = together(engine, prompts, WANTED, 5)
             assert found == alone, name
             assert any(request.num_preemptions for request in requests) is (name == "preempted")
         assert name == "preempted" or engine.scheduler.cache.num_prefix_hits > 0, name
@@ -151,9 +129,9 @@ def test_trees_and_modules_that_draft_change_nothing(
         mtp = {"methods": "mtp", "num_draft_tokens": 3}
         cases += [({}, mtp), ({"dtype": "fp8_e4m3"}, mtp), ({"dtype": "fp8_e4m3"}, medusa)]
     for cache, speculation in cases:
-        alone = each_alone(deterministic(model, cache=cache), prompts)
+        alone = each_alone(deterministic(model, cache=cache), prompts, WANTED)
         engine = deterministic(model, cache=cache, speculation=speculation)
-        found, requests = together(engine, prompts)
+        found, requests = together(engine, prompts, WANTED, 5)
         assert found == alone
         assert sum(request.num_drafted_tokens for request in requests) > 0
 
@@ -177,9 +155,9 @@ def test_ranks_share_experts_and_heads(
 @pytest.mark.parametrize("quantization", ["fp8", "wint8"])
 def test_so_it_is_with_other_weights(checkpoints: dict[str, Path], prompts: list[list[int]], quantization: str) -> None:
     checkpoint, types = checkpoints["mixtral"], {"quantization": quantization}
-    alone = each_alone(deterministic(checkpoint, model=types), prompts)
-    assert together(deterministic(checkpoint, model=types), prompts)[0] == alone
-    assert each_alone(deterministic(checkpoint), prompts[:1]) != alone[:1]
+    alone = each_alone(deterministic(checkpoint, model=types), prompts, WANTED)
+    assert together(deterministic(checkpoint, model=types), prompts, WANTED, 5)[0] == alone
+    assert each_alone(deterministic(checkpoint), prompts[:1], WANTED) != alone[:1]
 
 
 @pytest.mark.parametrize("quantization", ["wint4", "w4a8_fp8", "a8w8_fp8_wint4", "w8a8_int8"])
@@ -204,7 +182,8 @@ def test_it_says_what_the_mode_without_it_says(checkpoints: dict[str, Path], pro
     for family, checkpoint in checkpoints.items():
         apart = []
         found = [
-            each_alone(deterministic(checkpoint, model={"deterministic": mode}), prompts) for mode in (True, False)
+            each_alone(deterministic(checkpoint, model={"deterministic": mode}), prompts, WANTED)
+            for mode in (True, False)
         ]
         for (_, (exact, *_)), (_, (fast, *_)) in zip(*found):
             common = dict(exact[1]).keys() & dict(fast[1]).keys()
