@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_text import make_packed_text
+from quantise_tiny import quantise
 from quantized_checkpoints import PROMPT, load, logits, rms_error
 from safetensors.torch import load_file, save_file
 from slipstream.nn.decoder import Decoder
@@ -21,7 +22,6 @@ from tiny_checkpoints import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
-import quantize
 from quantization import scaling
 from quantization.calibration import LayerWalk, load_recorded, quantised_linears
 from quantization.text import cut_windows, read_token_ids
@@ -47,12 +47,6 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "STEPS", 4)
 
 
-def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
-    common = ["--model", str(full), "--output", str(output), "--device", "cpu", "--num-tokens", "256"]
-    quantize.quantize(quantize.parse_arguments([*common, "--text", str(text), "--window-tokens", "64", *arguments]))
-    return output
-
-
 @pytest.mark.parametrize(
     ("method", "arguments", "held"),
     [
@@ -71,7 +65,7 @@ def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
 def test_every_method(
     full: Path, text: Path, tmp_path: Path, method: str, arguments: list[str], held: tuple[str, str]
 ) -> None:
-    made = make(full, text, tmp_path / "made", "--method", method, *arguments)
+    made = quantise(full, text, tmp_path / "made", "--method", method, *arguments)
     decoder = load(made)
     assert decoder.spec.stored_format is not None and decoder.spec.expert_format is not None
     assert (decoder.spec.stored_format.method, decoder.spec.expert_format.method) == held
@@ -113,7 +107,7 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_shared_experts_and_dense_layers(
     sharing: Path, text: Path, tmp_path: Path, method: str, algorithm: str, held: str, bound: float
 ) -> None:
-    made = make(sharing, text, tmp_path / "made", "--method", method, "--algorithm", algorithm)
+    made = quantise(sharing, text, tmp_path / "made", "--method", method, "--algorithm", algorithm)
     decoder = load(made)
     assert decoder.spec.stored_format is not None and decoder.spec.expert_format is not None
     of_others = "fp8" if method == "a8w8_fp8_wint4" else held
@@ -147,7 +141,7 @@ def test_transformers_reads_the_same_experts(full: Path, text: Path, tmp_path: P
 
     transformers 5.17 gives FP8 experts in bfloat16, whatever dtype is asked for: ours are rounded to it then.
     """
-    made = make(full, text, tmp_path / "made", "--method", *arguments)
+    made = quantise(full, text, tmp_path / "made", "--method", *arguments)
     ours, theirs = load(made), AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     for layer in range(2):
         experts = theirs.model.layers[layer].mlp.experts
@@ -163,7 +157,7 @@ def test_calibration_lowers_the_error(full: Path, text: Path, tmp_path: Path) ->
     """Over the calibration text, of the outputs of each expert."""
     found = {}
     for algorithm in ("", "gptq"):
-        made = make(full, text, tmp_path / f"made{algorithm}", "--method", "wint4", "--algorithm", algorithm)
+        made = quantise(full, text, tmp_path / f"made{algorithm}", "--method", "wint4", "--algorithm", algorithm)
         config = json.loads((made / "config.json").read_text())
         assert config["quantization_config"]["ignore"] == [*ROUTERS, "lm_head"]
         found[algorithm] = load(made)
@@ -223,11 +217,11 @@ def test_experts_that_no_token_chose(
     shy.mkdir()
     save_file(tensors, shy / "model.safetensors")
     (shy / "config.json").write_text((full / "config.json").read_text())
-    made = make(shy, text, tmp_path / "made", "--method", "wint4", "--algorithm", algorithm)
+    made = quantise(shy, text, tmp_path / "made", "--method", "wint4", "--algorithm", algorithm)
     assert "did not reach, rounded without calibration: layer 0: 3; layer 1: 3" in capsys.readouterr().out
     assert logits(load(made)).isfinite().all()
     if algorithm == "gptq":
-        plain = load_file(make(shy, text, tmp_path / "plain", "--method", "wint4") / "model.safetensors")
+        plain = load_file(quantise(shy, text, tmp_path / "plain", "--method", "wint4") / "model.safetensors")
         fitted = load_file(made / "model.safetensors")
         packed = [name for name in plain if name.endswith("weight_packed") and "experts" in name]
         same = {name.split(".")[5] for name in packed if torch.equal(plain[name], fitted[name])}
@@ -235,6 +229,6 @@ def test_experts_that_no_token_chose(
 
 
 def test_quantised_experts_are_not_quantised_again(full: Path, text: Path, tmp_path: Path) -> None:
-    made = make(full, text, tmp_path / "made", "--method", "wint4")
+    made = quantise(full, text, tmp_path / "made", "--method", "wint4")
     with pytest.raises(ValueError, match="is quantised already, in wint4"):
-        make(made, text, tmp_path / "again", "--method", "fp8")
+        quantise(made, text, tmp_path / "again", "--method", "fp8")

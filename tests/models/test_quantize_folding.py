@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from packed_text import make_packed_text
+from quantise_tiny import quantise
 from quantized_checkpoints import load, logits, rms_error
 from tiny_checkpoints import make_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
-import quantize
 from quantization.calibration import load_recorded, quantised_linears
 from quantization.folding import fold, input_groups
 
@@ -49,10 +49,6 @@ def test_inputs_without_a_norm_before_them_are_not_scaled(tmp_path: Path) -> Non
     layer = load_recorded(full, torch.device("cpu"), torch.float32).layers[0]
     assert [group.linears for group in input_groups(layer)] == [(layer.attention.o,), (layer.mlp.down,)]
     (tmp_path / "text").mkdir()
-    arguments = [
-        "--model", str(full), "--output", str(tmp_path / "made"), "--method", "w8a8_int8", "--algorithm", "smoothquant",
-        "--text", str(make_packed_text(tmp_path / "text")), "--num-tokens", "256", "--window-tokens", "64",
-        "--device", "cpu",
-    ]  # fmt: skip
-    quantize.quantize(quantize.parse_arguments(arguments))
+    text = make_packed_text(tmp_path / "text")
+    quantise(full, text, tmp_path / "made", "--method", "w8a8_int8", "--algorithm", "smoothquant")
     assert 0.001 < rms_error(logits(load(tmp_path / "made")), logits(load(full))) < 0.05

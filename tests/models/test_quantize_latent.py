@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_text import make_packed_text
+from quantise_tiny import NUM_TOKENS, WINDOW_TOKENS, quantise
 from quantized_checkpoints import PROMPT, load, logits, rms_error
 from safetensors.torch import load_file, save_file
 from slipstream.nn.decoder import Decoder
@@ -23,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 import evaluate
-import quantize
 from quantization import scaling
 from quantization.calibration import InputStatistics, LayerWalk, load_recorded, quantised_linears
 from quantization.forward import Schedule, window_logits
@@ -40,7 +40,6 @@ MODELS = {
     "deepseek-v3": {"q_lora_rank": 128, "n_group": 2, "topk_group": 1},
     "glm4-moe-lite": {"q_lora_rank": 128, "qk_nope_head_dim": 192, "v_head_dim": 256},
 }
-CHECKED = {"num_tokens": 256, "window_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +59,8 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "STEPS", 4)
 
 
-def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
-    common = ["--model", str(full), "--output", str(output), "--device", "cpu", "--text", str(text)]
-    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in CHECKED.items()]
-    quantize.quantize(quantize.parse_arguments([*common, *sizes, *arguments]))
-    return output
-
-
 def calibration_windows(model: Path, text: Path) -> torch.Tensor:
-    return cut_windows(read_token_ids(text, model, "train"), **CHECKED)
+    return cut_windows(read_token_ids(text, model, "train"), NUM_TOKENS, WINDOW_TOKENS)
 
 
 def up_projection(decoder: Decoder, layer: int) -> torch.Tensor:
@@ -100,7 +92,7 @@ def test_every_method(
     held: str, bound: float,
 ) -> None:  # fmt: skip
     full = models[name]
-    made = make(full, text, tmp_path / "made", "--method", method, *arguments)
+    made = quantise(full, text, tmp_path / "made", "--method", method, *arguments)
     decoder = load(made)
     assert decoder.spec.stored_format is not None and decoder.spec.expert_format is not None
     assert decoder.spec.stored_format.method == held
@@ -130,7 +122,7 @@ def test_every_method(
 def test_transformers_reads_the_same_model(
     models: dict[str, Path], text: Path, tmp_path: Path, name: str, arguments: list[str], bound: float
 ) -> None:
-    made = make(models[name], text, tmp_path / "made", "--method", *arguments)
+    made = quantise(models[name], text, tmp_path / "made", "--method", *arguments)
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)(torch.tensor([PROMPT])).logits[0]
     assert rms_error(logits(load(made)), theirs) < bound
@@ -163,7 +155,7 @@ def test_calibration_lowers_the_error(models: dict[str, Path], text: Path, tmp_p
 
     for method, algorithm in (("wint4", ""), ("wint4", "gptq"), ("wint4", "awq"), ("w8a8_int8", "smoothquant")):
         arguments = ["--method", method, "--algorithm", algorithm]
-        found[algorithm] = load(make(full, text, tmp_path / f"made-{algorithm}", *arguments))
+        found[algorithm] = load(quantise(full, text, tmp_path / f"made-{algorithm}", *arguments))
     expected, rounded = first_outputs(decoder), load(full, quantization="w8a8_int8")
     errors = {algorithm: rms_error(first_outputs(one), expected) for algorithm, one in found.items()}
     assert errors["gptq"] < 0.6 * errors[""]
@@ -190,7 +182,7 @@ def _output_error(quantised: Linear, full: Linear, seen: InputStatistics) -> flo
 
 def test_scales_of_an_fp8_cache_are_refused(models: dict[str, Path], text: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"kv-scales: FP8 rows of latent attention .* accepted: without it"):
-        make(models[V3], text, tmp_path / "made", "--method", "fp8", "--kv-scales")
+        quantise(models[V3], text, tmp_path / "made", "--method", "fp8", "--kv-scales")
     assert not (tmp_path / "made").exists()
 
 
@@ -208,7 +200,7 @@ def test_an_mtp_layer_is_copied(
     """It drafts in plain numbers, and the config tells other engines so."""
     full = make_checkpoint(V3, tmp_path / "full", **{**SIZES, **MODELS[V3]}).path
     add_mtp(full)
-    made = make(full, text, tmp_path / "made", "--method", "wint4", "--zeros", "--format", packing)
+    made = quantise(full, text, tmp_path / "made", "--method", "wint4", "--zeros", "--format", packing)
     assert entry in json.loads((made / "config.json").read_text())["quantization_config"][key]
     ours, theirs = (MTPModule.load(load(folder), folder, 64) for folder in (made, full))
     tensors = [list(module.layer.tensors()) for module in (ours, theirs)]
@@ -226,7 +218,7 @@ def test_evaluation(
 ) -> None:
     """In one step a window, whose keys are made from latents, and in steps of four tokens, which are absorbed."""
     full = models[V2]
-    made = make(full, text, tmp_path / "made", "--method", "wint4", "--algorithm", "gptq")
+    made = quantise(full, text, tmp_path / "made", "--method", "wint4", "--algorithm", "gptq")
     found = []
     for step_tokens in ("64", "4"):
         arguments = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from packed_text import make_packed_text
+from quantise_tiny import quantise
 from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
@@ -28,6 +30,7 @@ from quantization.grids import int4_grid
 from quantization.measures import compare
 from quantization.text import cut_windows
 
+make = partial(quantise, num_tokens=512)
 needs_library = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors (dev)")
 
 
@@ -40,12 +43,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_packed_text(tmp_path_factory.mktemp("text"))
-
-
-def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
-    common = ["--model", str(full), "--output", str(output), "--device", "cpu", "--num-tokens", "512"]
-    quantize.quantize(quantize.parse_arguments([*common, "--text", str(text), "--window-tokens", "64", *arguments]))
-    return output
 
 
 COMPRESSED = [
