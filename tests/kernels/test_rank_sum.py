@@ -42,11 +42,13 @@ def test_every_rank_has_the_sum(hopper: torch.device, num_ranks: int, dtype: tor
     assert all(one.takes(part) for one, own in zip(ranks, parts) for part in own)
     torch.cuda.synchronize()
     totals: list[list[torch.Tensor]] = []
-    for one, own, stream in zip(ranks, parts, streams):
-        with torch.cuda.stream(stream):
-            totals.append([one(part) for part in own])
+    for summands in zip(*parts):  # all ranks' first: streams may share a queue of the GPU, where a rank's next would
+        totals.append([])  # wait for its own sum, and the others behind it
+        for one, part, stream in zip(ranks, summands, streams):
+            with torch.cuda.stream(stream):
+                totals[-1].append(one(part))
     torch.cuda.synchronize()
-    for found, summands in zip(zip(*totals), zip(*parts)):
+    for found, summands in zip(totals, zip(*parts)):
         expected = summands[0].float()
         for part in summands[1:]:
             expected = expected + part.float()

@@ -130,7 +130,7 @@ def test_files_run_in_two_parts_and_what_a_stopped_one_told_is_kept(
     arguments = run_gpu_tests.parse_arguments(["--out", str(tmp_path), "--jobs", "4"])
     run_gpu_tests.run_tests(arguments, report)
     assert [part[:2] for part in ran] == [("tests", "4"), ("alone", "1")]
-    assert ran[1][2] == "tests/engine/test_two_gpus.py" != ran[0][2]
+    assert ran[1][2] == "tests/engine/test_several_gpus.py" != ran[0][2]
     assert report.problems == ["FAILED tests/kernels/test_sample.py::test_draws", "tests: not done"]
     assert report.counts == {"passed": 3}
 

@@ -1,4 +1,4 @@
-"""Two ranks and two stages on two GPUs, over NCCL and symmetric memory, say what one GPU says."""
+"""Ranks and stages on several GPUs, over NCCL and symmetric memory, say what one GPU says."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from engine_driver import GREEDY, make_engine, run_all
 from slipstream.core.config import ParallelConfig
 from tiny_model import make_tiny_llama
 
-TWO_RANKS, TWO_STAGES = ParallelConfig(tensor_parallel_size=2), ParallelConfig(pipeline_parallel_size=2)
+CUTS = {
+    "two ranks": ParallelConfig(tensor_parallel_size=2),
+    "two stages": ParallelConfig(pipeline_parallel_size=2),
+    "four ranks": ParallelConfig(tensor_parallel_size=4),
+    "two stages of two ranks": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+}
 
-has_two = torch.cuda.is_available() and torch.cuda.device_count() > 1
 
-
-@pytest.mark.skipif(not has_two, reason="needs two GPUs")
-@pytest.mark.parametrize("two", [TWO_RANKS, TWO_STAGES], ids=["ranks", "stages"])
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs several GPUs")
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": "off"}, {"quantization": "fp8"}])
-def test_two_gpus(options: dict[str, object], two: ParallelConfig, tmp_path: Path) -> None:
-    """In bf16 sums of two round otherwise than one, so the first tokens' log-probabilities are compared; two GPUs
-    repeat themselves."""
+def test_several_gpus(options: dict[str, object], cut: str, tmp_path: Path) -> None:
+    """In bf16 sums of several round otherwise than one, so the first tokens' log-probabilities are compared; several
+    GPUs repeat themselves."""
+    if torch.cuda.device_count() < CUTS[cut].num_ranks:
+        pytest.skip(f"needs {CUTS[cut].num_ranks} GPUs")
     model = make_tiny_llama(tmp_path, head_dim=64, num_layers=4, hidden_size=256)
     texts = [[(7 * place + 3 * step) % 300 + 20 for step in range(5 + 37 * place)] for place in range(6)]
     params = replace(GREEDY, logprobs=1)
     on_gpu = {"device": "cuda:0", "dtype": "bfloat16", **options}
     told = []
-    for parallel in (ParallelConfig(), two):
+    for parallel in (ParallelConfig(), CUTS[cut]):
         cache = {"block_size": 64, "num_blocks": 128, "enable_prefix_caching": False}  # a hit computes other rows
         engine = make_engine(model, on_gpu, cache, parallel=parallel)
         told.append([run_all(engine, texts, params) for _ in range(2)])
