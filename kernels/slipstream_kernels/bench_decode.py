@@ -25,7 +25,8 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8_DTYPE, "int8": INT8_DTYPE, "int4
 
 @dataclass(frozen=True)
 class Shape:
-    """One case: seq_len tokens per request, or uneven lengths from 1 to 2 * seq_len."""
+    """One case: seq_len tokens per request, or uneven lengths from 1 to 2 * seq_len; behind them requests without any,
+    which pad a CUDA graph."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -36,11 +37,13 @@ class Shape:
     query_len: int = 1
     tree: bool = False
     uneven: bool = False
+    num_padding: int = 0
 
     def name(self) -> str:
         """Short text for tables."""
         extra = f" q{self.query_len}" if self.query_len > 1 else ""
         extra += " tree" * self.tree + " uneven" * self.uneven
+        extra += f" +{self.num_padding}" if self.num_padding else ""
         return f"{self.kv} {self.num_q_heads}/{self.num_kv_heads}x{self.head_dim} B{self.batch}x{self.seq_len}{extra}"
 
 
@@ -62,6 +65,11 @@ GRID = [
     for heads in ((32, 8), (40, 8), (28, 4), (64, 8))
     for kv in ("bf16", "fp8")
     for batch, seq_len in ((5, 8192), (48, 3000), (64, 8192), (128, 2048), (200, 3000), (256, 1024))
+] + [
+    Shape(*heads, 128, kv, batch, seq_len, num_padding=padding)
+    for heads in ((32, 8), (28, 4))
+    for kv in ("bf16", "fp8")
+    for batch, seq_len, padding in ((5, 1024, 3), (40, 1024, 88), (100, 1024, 12), (200, 3000, 24))
 ]
 
 
@@ -93,10 +101,10 @@ def _random_cache(shape: Shape, num_blocks: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _lengths(shape: Shape) -> torch.Tensor:
-    if not shape.uneven:
-        return torch.full((shape.batch,), shape.seq_len, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 2 * shape.seq_len, (shape.batch,), generator=generator).int()
+    lengths = torch.full((shape.batch,), shape.seq_len)
+    if shape.uneven:
+        lengths = torch.randint(1, 2 * shape.seq_len, (shape.batch,), generator=torch.Generator().manual_seed(0))
+    return torch.cat([lengths, torch.zeros(shape.num_padding, dtype=torch.int64)]).int()
 
 
 def _tree_mask(shape: Shape) -> torch.Tensor | None:
@@ -116,7 +124,7 @@ def run(shape: Shape, copy_rate: float) -> Result:
     blocks_of = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_blocks = int(blocks_of.sum())
     order = torch.randperm(num_blocks).int()
-    tables = torch.full((shape.batch, int(blocks_of.max())), -1, dtype=torch.int32)
+    tables = torch.full((len(lengths), int(blocks_of.max())), -1, dtype=torch.int32)
     for request, first in enumerate((blocks_of.cumsum(0) - blocks_of).tolist()):
         tables[request, : int(blocks_of[request])] = order[first : first + int(blocks_of[request])]
     bits = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}[shape.kv]
@@ -126,7 +134,7 @@ def run(shape: Shape, copy_rate: float) -> Result:
         (*_random_cache(shape, num_blocks), *_random_cache(shape, num_blocks))
         for _ in range(min(LAUNCHES, max(2, -(-COLD_BYTES // num_bytes))))
     ]
-    q = torch.randn(shape.batch * shape.query_len, shape.num_q_heads, shape.head_dim, device="cuda").bfloat16()
+    q = torch.randn(len(lengths) * shape.query_len, shape.num_q_heads, shape.head_dim, device="cuda").bfloat16()
     starts = torch.arange(0, q.shape[0] + 1, shape.query_len, dtype=torch.int32, device="cuda")
     tables, lengths, tree_mask, out = tables.cuda(), lengths.cuda(), _tree_mask(shape), torch.empty_like(q)
 

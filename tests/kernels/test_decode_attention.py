@@ -198,6 +198,19 @@ def test_cuda_odd_batches(hopper, kv) -> None:
         assert_cuda_right(chain_or_tree(case), hopper)
 
 
+@pytest.mark.parametrize("kv", KV_TYPES)
+def test_cuda_padding_of_graphs(hopper, kv) -> None:
+    """Requests without tokens behind the others, between them, and alone: zeros, of one row each or of none."""
+    for seed, lens in enumerate(
+        (([1] * 64, [*range(1, 1300, 65), *[0] * 44]), ([1, 1, 0, 2, 1], [0, 900, 0, 0, 33]), ([1] * 300, [0] * 300))
+    ):
+        for geometry in ((8, 2, 128, 64), (6, 1, 80, 16)):
+            case = make_case(*lens, geometry, torch.bfloat16, KV_TYPES[kv], seed)
+            assert_cuda_right(case, hopper)
+            of_tokens = torch.tensor(lens[1]).repeat_interleave(torch.tensor(lens[0]))
+            assert not attend(case.to(hopper), "cuda").cpu()[of_tokens == 0].any()
+
+
 @pytest.mark.parametrize("factor", [1e-3, 30.0])
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_cuda_keeps_digits_of_small_and_large_values(hopper, kv, factor) -> None:

@@ -43,13 +43,15 @@ def assert_right(call: LatentCall, case: LatentCase) -> None:
 
 
 # One tile; pairs; an odd tile, a padding request and one without rows, cut into parts; lanes, of which some have no
-# rows; a tree in blocks of 128.
+# rows; a tree in blocks of 128; much padding, and nothing else.
 EMULATED = [
     (([1], [40], 16), Schedule(1, 1), {}),
     (([1], [330], 16), Schedule(1, 1), {}),
     (([1, 2, 0, 1, 1], [100, 330, 9, 0, 64], 20), Schedule(5, 1, 1, 2), {}),
     (([2, 1], [140, 300], 64), Schedule(2, 3, 2, 2), {}),
     (([4, 1], [200, 150], 16), Schedule(3, 2, 0, 1), {"has_tree": True, "block_size": 128}),
+    (([1] * 6, [0, 90, 0, 0, 0, 0], 16), Schedule(2, 1), {}),
+    (([1] * 3, [0] * 3, 16), Schedule(2, 1), {}),
 ]
 
 
@@ -110,8 +112,15 @@ def attend(case: LatentCase) -> torch.Tensor:
 @pytest.mark.parametrize("num_heads", [16, 20, 64, 128])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"),
-    [([1], [1]), ([1], [8191]), ([1] * 48, range(1, 4800, 100)), ([4, 1, 7, 1, 0, 64], [500, 63, 7, 0, 5, 1111])],
-    ids=["one", "long", "uneven", "mixed"],
+    [
+        ([1], [1]),
+        ([1], [8191]),
+        ([1] * 48, range(1, 4800, 100)),
+        ([4, 1, 7, 1, 0, 64], [500, 63, 7, 0, 5, 1111]),
+        ([1] * 64, [0, *range(1, 1300, 65), *[0] * 43]),
+        ([1] * 300, [0] * 300),
+    ],
+    ids=["one", "long", "uneven", "mixed", "padded", "padding"],
 )
 def test_the_kernel_is_right(num_heads, query_lens, seq_lens, is_fp8) -> None:
     device = hopper_device()

@@ -22,6 +22,9 @@
 #ifndef __forceinline__
 #define __forceinline__ inline
 #endif
+#ifndef __noinline__
+#define __noinline__ __attribute__((noinline))
+#endif
 
 namespace emulator {
 

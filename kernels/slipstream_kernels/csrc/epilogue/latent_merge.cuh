@@ -21,7 +21,7 @@ struct LatentMerge {
   float* weights;    // shared: [kMostParts]
   float* partials;   // shared: [2 x warps], for reductions
 
-  // slot: of the first part; the others follow, one of every two slots of a lane.
+  // slot: of the first part; the others follow, one of every two slots of a lane. Of no parts (padding) the sum is zero.
   __device__ __forceinline__ void run(int row_of_q) const {
     if (row_of_q >= p.query_start_loc[p.num_requests] * p.num_heads) return;
     const int2 plan = __ldcg(reinterpret_cast<const int2*>(p.plan) + row_of_q);

@@ -180,6 +180,19 @@ struct Tile {
   }
 };
 
+// Zeros to the rows of requests that have no units, a CTA for each. ends: of count_tiles.
+template <typename SHAPE>
+__device__ __forceinline__ void clear_padding(const DecodeParams& p, const int* ends) {
+  const int64_t pieces = int64_t{p.num_kv_heads} * p.group * SHAPE::kHeadDim * sizeof(typename SHAPE::Output) / 16;
+#pragma unroll 1
+  for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x) {
+    if (ends[request] > (request == 0 ? 0 : ends[request - 1])) continue;
+    uint4* out = static_cast<uint4*>(p.out);
+    const int64_t end = p.query_start_loc[request + 1] * pieces;
+    for (int64_t i = p.query_start_loc[request] * pieces + threadIdx.x; i < end; i += SHAPE::kThreads) out[i] = uint4{};
+  }
+}
+
 template <typename SHAPE>
 __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
     decode_attention_kernel(const __grid_constant__ DecodeParams p) {
@@ -206,6 +219,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
   await_previous();
 #pragma unroll 1
   for (; ahead < SHAPE::kStages - 1; ++ahead) stream.copy_next(ahead);
+  clear_padding<SHAPE>(p, ends);
 
   Merge<SHAPE> merge{p, reinterpret_cast<float*>(memory + SHAPE::kRoundOffset),
                      reinterpret_cast<float2*>(memory + SHAPE::kStateOffset)};

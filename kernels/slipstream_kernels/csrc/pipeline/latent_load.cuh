@@ -92,9 +92,24 @@ struct LatentLoader {
         plan[row] = make_int2(work.slot - 1, work.num_parts * Shape::kRows + row);
       }
     }
+    leave_padding();
   }
 
  private:
+  // No parts: the merge writes zeros. Not inlined: the loops of the other warps would get fewer registers.
+  __device__ __noinline__ void leave_padding() const {
+    const LatentLine<Shape::kRows, Shape::kKeys> line{p};
+#pragma unroll 1
+    for (int request = blockIdx.x; request < p.num_requests; request += p.num_shares * p.num_lanes) {
+      if (!line.is_padding(request)) continue;
+      const int end = p.query_start_loc[request + 1] * p.num_heads;
+#pragma unroll 1
+      for (int row = p.query_start_loc[request] * p.num_heads + threadIdx.x % 32; row < end; row += 32) {
+        reinterpret_cast<int2*>(p.plan)[row] = make_int2(0, 0);
+      }
+    }
+  }
+
   // The tile's first row in the cache; negative, so that all of the box lies outside, if it has no block.
   __device__ __forceinline__ int cache_row(const LatentWork& work, int tile) const {
     const int token = tile * Shape::kKeys;

@@ -2,6 +2,9 @@
 // the CTAs cut into equal contiguous shares. Read from seq_lens on the device, so any mix of lengths is balanced and
 // nothing is decided on the host but the size of the grid. Each unit counts UNIT_COST tiles more than it has: the time
 // that beginning and ending it takes, without which a CTA that draws many short requests would be late.
+//
+// Padding of a CUDA graph (no tokens) has no unit: all of it lies side by side, and the CTA that drew it was last by far.
+// What it gets instead: clear_padding in the kernel.
 #pragma once
 
 #include "params/decode_params.h"
@@ -17,8 +20,8 @@ struct RequestWork {
   int query_len;
   int seq_len;
   int first_tile;   // tiles before this one are outside every row's window
-  int num_tiles;    // at least one, so that the rows of an empty request are written
-  int num_row_tiles;
+  int num_tiles;
+  int num_row_tiles;   // none of padding
 };
 
 template <int ROWS>
@@ -29,8 +32,8 @@ __device__ __forceinline__ RequestWork request_work(const DecodeParams& p, int r
   work.seq_len = p.seq_lens[request];
   const int lowest = p.sliding_window > 0 ? max(0, work.seq_len - work.query_len - p.sliding_window + 1) : 0;
   work.first_tile = lowest / kTileTokens;
-  work.num_tiles = max(1, (work.seq_len + kTileTokens - 1) / kTileTokens - work.first_tile);
-  work.num_row_tiles = (work.query_len * p.group + ROWS - 1) / ROWS;
+  work.num_tiles = (work.seq_len + kTileTokens - 1) / kTileTokens - work.first_tile;
+  work.num_row_tiles = work.seq_len > 0 ? (work.query_len * p.group + ROWS - 1) / ROWS : 0;
   return work;
 }
 

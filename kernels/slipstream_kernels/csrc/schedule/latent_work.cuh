@@ -3,7 +3,8 @@
 // The CTAs of a share, one per lane, walk over the same keys at the same time, so that the L2 cache serves all but one:
 // 128 heads are two times 64 rows.
 //
-// A unit counts unit_cost tiles more than it has: the time that beginning and ending it takes.
+// A unit counts unit_cost tiles more than it has: the time that beginning and ending it takes. Padding of a CUDA graph (no
+// tokens) has no unit: all of it lies side by side, and the CTA that drew it was last by far.
 #pragma once
 
 #include "params/latent_params.h"
@@ -32,11 +33,11 @@ struct LatentLine {
   __device__ __forceinline__ int query_len(int request) const {
     return p.query_start_loc[request + 1] - p.query_start_loc[request];
   }
-  // At least one, so that the rows of an empty request are written.
-  __device__ __forceinline__ int num_tiles(int request) const { return max(1, (p.seq_lens[request] + KEYS - 1) / KEYS); }
+  __device__ __forceinline__ bool is_padding(int request) const { return p.seq_lens[request] == 0; }
+  __device__ __forceinline__ int num_tiles(int request) const { return (p.seq_lens[request] + KEYS - 1) / KEYS; }
   __device__ __forceinline__ int num_units(int request) const {
     const int rows = ROWS * p.num_lanes;
-    return (query_len(request) * p.num_heads + rows - 1) / rows;
+    return is_padding(request) ? 0 : (query_len(request) * p.num_heads + rows - 1) / rows;
   }
   __device__ __forceinline__ int cost(int request) const {
     return (num_tiles(request) + p.unit_cost) * num_units(request);
