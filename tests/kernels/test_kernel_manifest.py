@@ -18,7 +18,8 @@ SAMPLED = (
     "sm90_latent_attention.cu",
     "sm90_mixed_gemm.cu FORMAT=W8A16",
     "sm90_mixed_gemm.cu FORMAT=W4A8",
-    "sm90_mixed_gemm.cu FORMAT=W4A16",
+    "sm90_mixed_gemm.cu FORMAT=W4A16 ",
+    "sm90_mixed_gemm.cu FORMAT=W4A16Sums ",
     "sm90_int4_dequantise.cu",
 )
 

@@ -61,6 +61,72 @@ def test_nibbles_and_permuted_tokens_meet() -> None:
     assert torch.equal(found, permuted.long())
 
 
+def int4_weight(size: tuple[int, int], group_size: int, device: str) -> Int4Weight:
+    """group_size: 0: whole rows."""
+    groups = (size[0], size[1] // (group_size or size[1]))
+    packed = torch.randint(256, (size[0], size[1] // 2), dtype=torch.uint8, device=device)
+    scales = ((0.5 + torch.rand(groups, device=device)) * size[1] ** -0.5 / 4).bfloat16().float()
+    zeros = torch.randint(17, groups, dtype=torch.uint8, device=device)
+    return Int4Weight(packed, scales, zeros, group_size or size[1], *size)
+
+
+def int4_operands(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[16, 128] in the products' order of features, of a tile's block, as W4A16Sums makes them of a lane's words."""
+    mask, bits = 0x000F000F, 0x43004300 if dtype == torch.bfloat16 else 0  # Int4Codes::pair
+    found = torch.full((16, 128), float("nan"), dtype=torch.float64)
+    lanes = words.view(4, 32, 2).long() & 0xFFFFFFFF
+    for phase, half, i, e in product(range(4), range(2), range(4), range(2)):
+        pairs = (lanes[phase, :, half] >> 4 * i & mask) | bits
+        column = 32 * phase + 16 * (i // 2) + 8 * (i % 2) + 2 * (LANES % 4) + e
+        found[LANES // 4 + 8 * half, column] = (pairs >> 16 * e & 0xFFFF).to(torch.int16).view(dtype).double()
+    return found
+
+
+def row_scales(words: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """W4A16Sums::row_scale of packed words: fp32 (scale, bias)."""
+    scale = (words & 0xFFFF).to(torch.int16).view(torch.float16).float()
+    bias = (((words.long() & 0xFFFF0000) | 0xC3000000) - (1 << 32)).to(torch.int32).view(torch.float32)
+    return (scale, bias) if dtype == torch.bfloat16 else (scale * 2.0**24, (bias + 128.0) * 2.0**-24)
+
+
+def truncated(values: torch.Tensor) -> torch.Tensor:
+    """fp64 cut to the bits of fp32, which is how a tensor core may add."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp((mantissa * 2.0**24).trunc() * 2.0**-24, exponent)
+
+
+def permuted(x: torch.Tensor) -> torch.Tensor:
+    """As permute_features orders features."""
+    return x.unflatten(1, (-1, 2, 4, 4)).permute(0, 1, 4, 3, 2).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [64, 128, 0])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_scaled_sums_are_as_good_as_products_of_the_weights(mean: float, group_size: int, dtype: torch.dtype) -> None:
+    """Codes with a constant added lose nothing that 16 bits would show, nor where activations have a mean."""
+    weight = int4_weight((16, 1024), group_size, "cpu")
+    repacked = int4_layout.repack(weight)
+    assert repacked.zeros is not None
+    x = (torch.randn(24, 1024) + mean).to(dtype)
+    width = 64 if group_size == 64 else 128
+    rows, activation_sums = permuted(x.double()), x.float().unflatten(1, (-1, width)).sum(2)
+    sums = torch.zeros(16, 24)
+    for group in range(1024 // width):
+        block, start = group * width // 128, group * width % 128
+        operands = int4_operands(repacked.packed[0, block], dtype)[:, start : start + width]
+        parts = torch.zeros(16, 24, dtype=torch.float64)
+        for step in range(0, width, 16):
+            tokens = rows[:, 128 * block + start + step :][:, :16]
+            parts = truncated(parts + operands[:, step : step + 16] @ tokens.t())
+        scale, bias = row_scales(repacked.scales[0, min(block, repacked.scales.shape[1] - 1), :, start // width], dtype)
+        sums += scale[:, None] * (parts.float() + bias[:, None] * activation_sums[:, group])
+    y = sums.double().t() * repacked.zeros.double()
+    expected = x.double() @ ops.dequantize_int4(weight).double().t()
+    # A tenth of what rounding the result costs.
+    assert (y - expected).norm() / expected.norm() < 0.1 * torch.finfo(dtype).eps / 4
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_chosen_can_run(size: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
@@ -77,12 +143,14 @@ def test_what_is_chosen_of_4_bits_can_run(size: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
         return AT_ONCE[variant.splits]
 
-    for num_tokens in (17, 32, 33, 48, 49, 64, 65, 96, 128, 129, 192, 193, 256):
+    for num_tokens in (17, 32, 33, 48, 49, 64, 65, 96, 128, 129, 192, 193, 256, 257, 384, 512, 1000, 1024):
         variant = mixed_gemm_w4a16.choose(num_tokens, size, at_once)
-        is_small = num_tokens > 128 and size[0] * size[1] <= H200.small_weights
-        assert (variant is None) == is_small  # then weights are written out
-        assert is_small or variant in list(mixed_gemm.candidates(num_tokens, size, at_once))
-        assert is_small or variant.columns in mixed_gemm_w4a16.COLUMNS
+        small = next(numbers for most, numbers in H200.small_weights.items() if num_tokens <= most)
+        if variant is None:
+            assert size[0] * size[1] <= small  # weights are written out
+            continue
+        assert size[0] * size[1] > small and variant in list(mixed_gemm_w4a16.candidates(num_tokens, size, at_once))
+        assert variant.columns in mixed_gemm_w4a16.COLUMNS and variant.columns * variant.token_tiles >= num_tokens
 
 
 @needs_hopper
@@ -107,30 +175,21 @@ def test_every_variant_multiplies(size: tuple[int, int], dtype: torch.dtype) -> 
             assert (out.double() - expected).norm() / expected.norm() < 6e-3, (num_tokens, gated, variant)
 
 
-def int4_weight(size: tuple[int, int], group_size: int) -> Int4Weight:
-    """group_size: 0: whole rows."""
-    groups = (size[0], size[1] // (group_size or size[1]))
-    packed = torch.randint(256, (size[0], size[1] // 2), dtype=torch.uint8, device="cuda")
-    scales = ((0.5 + torch.rand(groups, device="cuda")) * size[1] ** -0.5 / 4).bfloat16().float()
-    zeros = torch.randint(17, groups, dtype=torch.uint8, device="cuda")
-    return Int4Weight(packed, scales, zeros, group_size or size[1], *size)
-
-
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group_size", [64, 128, 0])
 @pytest.mark.parametrize("size", [(592, 1152), (2304, 2048), (96, 128), (36864, 256), (4096, 14336)])
 def test_every_variant_multiplies_4_bits(size: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
-    canonical = int4_weight(size, group_size)
+    canonical = int4_weight(size, group_size, "cuda")
     weight, dense = int4_layout.repack(canonical), ops.dequantize_int4(canonical).double()
     bias, groups = torch.randn(size[0], device="cuda").to(dtype), 2 if group_size == 64 else 1
-    for num_tokens in (17, 33, 48, 64, 65, 128, 150, 256):
+    for num_tokens in (17, 33, 48, 64, 65, 128, 150, 256, 400, 1000):
         x = torch.randn(num_tokens, size[1] + 8, device="cuda").to(dtype)[:, : size[1]]  # rows that are not dense
         expected = x.double() @ dense.t() + bias.double()
         at_once = partial(mixed_gemm.clusters_at_once, x.device, mixed_gemm_w4a16.format_of(dtype, groups))
-        for variant in mixed_gemm.candidates(num_tokens, size, at_once):
+        for variant in mixed_gemm_w4a16.candidates(num_tokens, size, at_once):
             out = torch.full(expected.shape, float("nan"), dtype=dtype, device="cuda")
             mixed_gemm_w4a16.mixed_gemm_w4a16(x, weight, bias, out, variant)
-            # Operands are rounded once after they are scaled.
+            # Operands of large tiles are rounded once after they are scaled.
             error = (out.double() - expected).norm() / expected.norm()
             assert error < (5e-3 if dtype == torch.bfloat16 else 3e-3), (num_tokens, variant)

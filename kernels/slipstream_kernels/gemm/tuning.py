@@ -90,8 +90,8 @@ class Tuning:
     mixed_gemm: (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit.
     mixed_gemm_w4a8: (warpgroups_m, splits, least, most blocks of 128 input features), likewise; narrow_features: of
     more than 64 rows only weights of up to so many output features are multiplied there.
-    mixed_gemm_w4a16: (warpgroups_m, splits, least, most blocks) of up to so many rows, likewise; small_weights: of more
-    than 128 rows only larger ones (output x input features) are multiplied there.
+    mixed_gemm_w4a16: (most tokens of a tile, warpgroups_m, splits, least, most blocks) of up to so many rows, likewise;
+    small_weights: of up to so many rows, weights of up to so many numbers are not multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
     """
 
@@ -99,8 +99,8 @@ class Tuning:
     mixed_gemm: Mapping[int, tuple[tuple[int, int], ...]]
     mixed_gemm_w4a8: Mapping[int, tuple[tuple[int, int, int, int], ...]]
     narrow_features: int
-    mixed_gemm_w4a16: Mapping[int, tuple[tuple[int, int, int, int], ...]]
-    small_weights: int
+    mixed_gemm_w4a16: Mapping[int, tuple[tuple[int, int, int, int, int], ...]]
+    small_weights: Mapping[int, int]
     narrow_tile_costs: Mapping[str, float]
     swap_ab: SwapAbCosts
 
@@ -141,7 +141,7 @@ _USES_OF_H200: Table = {
     ("mxfp4", PLAIN_ROWS): _INT4,
     ("w4a16", PLAIN_ROWS): (
         up_to("skinny_gemm_w4a16", 16),
-        up_to("mixed_gemm_w4a16", 256),
+        up_to("mixed_gemm_w4a16", 512),
         Use("int4_dequantise+library"),
     ),
     ("w4a8", FP8_ROWS): (Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
@@ -164,31 +164,31 @@ H200 = Tuning(
     narrow_features=6144,
     mixed_gemm_w4a16={
         32: (
-            (2, 4, 65, MANY_BLOCKS),
-            (1, 2, 65, MANY_BLOCKS),
-            (2, 2, 65, MANY_BLOCKS),
-            (4, 4, 1, 64),
-            (4, 3, 1, 64),
-            (2, 1, 1, MANY_BLOCKS),
+            (64, 2, 4, 65, MANY_BLOCKS),
+            (64, 1, 2, 65, MANY_BLOCKS),
+            (64, 2, 2, 65, MANY_BLOCKS),
+            (64, 4, 4, 1, 64),
+            (64, 4, 3, 1, 64),
+            (64, 2, 1, 1, MANY_BLOCKS),
         ),
         48: (
-            (1, 2, 65, MANY_BLOCKS),
-            (2, 2, 65, MANY_BLOCKS),
-            (4, 4, 1, 64),
-            (4, 3, 1, 64),
-            (2, 1, 1, MANY_BLOCKS),
+            (64, 1, 2, 65, MANY_BLOCKS),
+            (64, 2, 2, 65, MANY_BLOCKS),
+            (64, 4, 4, 1, 64),
+            (64, 4, 3, 1, 64),
+            (64, 2, 1, 1, MANY_BLOCKS),
         ),
         64: (
-            (2, 4, 65, MANY_BLOCKS),
-            (2, 2, 65, MANY_BLOCKS),
-            (4, 4, 1, 64),
-            (4, 3, 1, 64),
-            (2, 1, 1, MANY_BLOCKS),
+            (64, 2, 4, 65, MANY_BLOCKS),
+            (64, 2, 2, 65, MANY_BLOCKS),
+            (64, 4, 4, 1, 64),
+            (64, 4, 3, 1, 64),
+            (64, 2, 1, 1, MANY_BLOCKS),
         ),
-        128: ((4, 4, 1, MANY_BLOCKS), (4, 3, 1, MANY_BLOCKS)),
-        256: ((4, 4, 1, MANY_BLOCKS), (4, 2, 1, MANY_BLOCKS)),
+        128: ((128, 4, 4, 1, MANY_BLOCKS), (128, 4, 3, 1, MANY_BLOCKS)),
+        MOST_ROWS: ((128, 4, 4, 1, MANY_BLOCKS), (128, 4, 2, 1, MANY_BLOCKS)),
     },
-    small_weights=1 << 24,
+    small_weights={128: 0, MOST_ROWS: 1 << 24},
     narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},
     swap_ab=SwapAbCosts(),
 )

@@ -25,7 +25,7 @@ struct MixedGemmWriter {
     const int tile = first + local, token = 8 * group + lane / 4;
     const float parts[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
     float token_scales[2] = {1.0f, 1.0f}, values[2][2];
-    if constexpr (SHAPE::kIsW4A8) {
+    if constexpr (SHAPE::kIsE4m3) {
       const uint2 scales = load_shared_8(memory.token_scales(pass) + 4 * (8 * group + 2 * (lane % 4)));
       token_scales[0] = __uint_as_float(scales.x), token_scales[1] = __uint_as_float(scales.y);
     }
@@ -35,12 +35,12 @@ struct MixedGemmWriter {
       const float scale = __uint_as_float(load_shared_4(memory.row_scales(pass) + 4 * row)), bias = bias_of(pass, row);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if constexpr (SHAPE::kIsW4A8) values[half][e] = parts[half][e] * token_scales[e] * scale + bias;
+        if constexpr (SHAPE::kIsE4m3) values[half][e] = parts[half][e] * token_scales[e] * scale + bias;
         else values[half][e] = parts[half][e] * scale + bias;
       }
-      if constexpr (SHAPE::kIsW4A8) store(token, p.out_features, 16 * tile + 8 * half, values[half]);
+      if constexpr (SHAPE::kIsE4m3) store(token, p.out_features, 16 * tile + 8 * half, values[half]);
     }
-    if constexpr (SHAPE::kIsW4A8) return;
+    if constexpr (SHAPE::kIsE4m3) return;
     if (SHAPE::kIsByRows && p.is_gated != 0) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) values[0][e] = values[0][e] / (1.0f + __expf(-values[0][e])) * values[1][e];
@@ -96,7 +96,7 @@ struct MixedGemmEpilogue {
 
   // Loads scales of tokens, when the kernel before has ended.
   __device__ __forceinline__ void load_tokens(int pass) const {
-    if constexpr (SHAPE::kIsW4A8) {
+    if constexpr (SHAPE::kIsE4m3) {
       const int token = threadIdx.x;
       if (token >= SHAPE::kColumns) return;
       copy_async_or_zero<4>(memory.token_scales(pass) + 4 * token, p.token_scale + token, token < p.num_tokens);
@@ -116,7 +116,7 @@ struct MixedGemmEpilogue {
 
  private:
   // Groups of eight tokens. Sums move down and the code is a loop: instructions for all at once would come from L2.
-  static constexpr int kAtOnce = SHAPE::kColumns > 64 && !SHAPE::kIsW4A8 ? 4 : SHAPE::kColumns / 8;
+  static constexpr int kAtOnce = SHAPE::kColumns > 64 && !SHAPE::kIsE4m3 ? 4 : SHAPE::kColumns / 8;
 
   __device__ __forceinline__ void write_groups(int pass, int first, int group, float (&left)[SHAPE::kSums]) const {
 #pragma unroll

@@ -96,6 +96,30 @@ struct RowScale {
   float scale, bias;
 };
 
+// Nibbles 0 and 4 of a word as two 16-bit operands without rounding, and what turns their products' sums into those of
+// code - zero: kStep * (sum + bias * sum of activations), of a packed word with the zero point in its upper half.
+template <typename T>
+struct Int4Codes;
+
+// 128 + code. A subnormal one would be lost: its products are too small for fp32.
+template <>
+struct Int4Codes<__nv_bfloat16> {
+  static constexpr float kStep = 1.0f;
+  static __device__ __forceinline__ uint32_t pair(uint32_t word) { return masked_or(word, 0x000F000Fu, 0x43004300u); }
+  // -(128 + zero): the upper half of an fp32 number.
+  static __device__ __forceinline__ float bias(uint32_t word) { return __uint_as_float((word & 0xFFFF0000u) | 0xC3000000u); }
+};
+
+// The code as a subnormal number, 2^-24 times itself.
+template <>
+struct Int4Codes<__half> {
+  static constexpr float kStep = 16777216.0f;
+  static __device__ __forceinline__ uint32_t pair(uint32_t word) { return word & 0x000F000Fu; }
+  static __device__ __forceinline__ float bias(uint32_t word) {
+    return (Int4Codes<__nv_bfloat16>::bias(word) + 128.0f) * (1.0f / kStep);
+  }
+};
+
 // 4-bit weights beside e4m3 tokens, in the order of slipstream_kernels/w4a8_layout.py: a lane has the 16 bytes of a phase
 // side by side. A nibble in the low bits of e4m3 is code / 512, exactly: three instructions for eight codes; a zero point
 // is a multiple of the activations' sum. A packed word is fp16 512 * scale of a row and group, and fp16 -zero / 512 above.
@@ -141,40 +165,67 @@ struct W4A8 {
   }
 };
 
-// 4-bit weights beside 16-bit tokens, in the order of slipstream_kernels/int4_layout.py: (code - zero) * scale is rounded
-// once to an operand. A lane's word has features 4 t + i and 16 + 4 t + i of 32 as nibbles i and i + 4 for a pair, so the
-// tokens' features are permuted alike (permute_features). A packed word is the fp16 scale of a row and group, and the zero
-// point above it.
+// 4-bit weights beside 16-bit tokens, in the order of slipstream_kernels/int4_layout.py. A lane's word has features 4 t + i
+// and 16 + 4 t + i of 32 as nibbles i and i + 4 for a pair, so the tokens' features are permuted alike (permute_features).
+// A packed word is the fp16 scale of a row and group, and the zero point above it.
 template <typename T, int GROUPS>
-struct W4A16 {
+struct PackedW4A16 {
   using Operand = T;
   static constexpr WeightOrder kOrder = WeightOrder::kTiles;
-  static constexpr bool kIsScaledInside = false;
   static constexpr int kPhases = 4, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
+  struct Scales {
+    uint32_t words[GROUPS][2];   // of rows l / 4 and l / 4 + 8
+  };
   uint2 raw[kPhases];
-  uint32_t words[GROUPS][2];   // of rows l / 4 and l / 4 + 8
+  Scales scales;
 
-  __device__ __forceinline__ void load(uint32_t tile, uint32_t scales, int lane) {
+  __device__ __forceinline__ void load(uint32_t tile, uint32_t words, int lane) {
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_8(tile + 256 * i + 8 * lane);
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) {
-      words[i / 2][i % 2] = load_shared_4(scales + ((lane / 4 + 8 * (i % 2)) * GROUPS + i / 2) * 4);
+      scales.words[i / 2][i % 2] = load_shared_4(words + ((lane / 4 + 8 * (i % 2)) * GROUPS + i / 2) * 4);
     }
-  }
-
-  __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
-    uint32_t upper[4], lower[4];
-    const auto& of_rows = words[phase * GROUPS / kPhases];
-    ScaledInt4Converter<T>(of_rows[0]).expand(raw[phase].x, upper);
-    ScaledInt4Converter<T>(of_rows[1]).expand(raw[phase].y, lower);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[2 * i] = upper[i], a[2 * i + 1] = lower[i];
   }
 
   __device__ __forceinline__ void pin() {
 #pragma unroll
     for (auto& v : raw) asm volatile("" : "+r"(v.x), "+r"(v.y)::"memory");
+  }
+};
+
+// Operands are (code - zero) * scale, rounded once: 15 instructions for eight codes, and sums stay in the tensor cores. For
+// tiles of many tokens.
+template <typename T, int GROUPS>
+struct W4A16 : PackedW4A16<T, GROUPS> {
+  static constexpr bool kIsScaledInside = false;
+
+  __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
+    uint32_t upper[4], lower[4];
+    const auto& of_rows = this->scales.words[phase * GROUPS / this->kPhases];
+    ScaledInt4Converter<T>(of_rows[0]).expand(this->raw[phase].x, upper);
+    ScaledInt4Converter<T>(of_rows[1]).expand(this->raw[phase].y, lower);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[2 * i] = upper[i], a[2 * i + 1] = lower[i];
+  }
+};
+
+// Operands are codes with a constant added (Int4Codes): 7 instructions for eight codes. Scale, zero point and the constant
+// are applied to the sums of a group. For tiles of few tokens: the work on sums grows with them.
+template <typename T, int GROUPS>
+struct W4A16Sums : PackedW4A16<T, GROUPS> {
+  static constexpr bool kIsScaledInside = true;
+
+  __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[2 * i] = Int4Codes<T>::pair(this->raw[phase].x >> (4 * i));
+      a[2 * i + 1] = Int4Codes<T>::pair(this->raw[phase].y >> (4 * i));
+    }
+  }
+
+  static __device__ __forceinline__ RowScale row_scale(uint32_t word) {
+    return {scale_of(word) * Int4Codes<T>::kStep, Int4Codes<T>::bias(word)};
   }
 };
 

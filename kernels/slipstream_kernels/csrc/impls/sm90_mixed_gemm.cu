@@ -1,4 +1,4 @@
-// Products of up to 256 tokens with weights of 4 or 8 bits that become operands in registers, for Hopper (sm_90a).
+// Products of few tokens with weights of 4 or 8 bits that become operands in registers, for Hopper (sm_90a).
 // Contracts: gemm/int8_mm.py (W8A16), gemm/int4_mm.py (W4A16, W4A8).
 //
 // One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). A warp fills a ring
@@ -20,11 +20,11 @@ namespace slipstream {
 
 using Format = SLIPSTREAM_FORMAT<SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS>;
 
-template <typename FORMAT>
+template <typename FORMAT, int COLUMNS>
 __global__ void __launch_bounds__(256) permute_features_kernel(const __grid_constant__ MixedGemmParams p) {
   start_dependents();
   await_previous();
-  permute_features(p);
+  permute_features<FORMAT, COLUMNS>(p);
 }
 
 template <typename SHAPE>
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(SHAPE::kBoundThreads, 1)
     return;
   }
   raise_registers<SHAPE::kConsumerRegisters>();
-  if constexpr (!SHAPE::kIsW4A8) {
+  if constexpr (!SHAPE::kIsE4m3) {
     multiply_passes<SHAPE, typename SHAPE::Operand>(p, memory, work, warpgroup);
   } else if (p.out_is_half != 0) {
     multiply_passes<SHAPE, __half>(p, memory, work, warpgroup);
@@ -114,7 +114,8 @@ cudaError_t launch(const MixedGemmParams& p, cudaStream_t stream) {
   if constexpr (Format::kOrder == WeightOrder::kTiles) {
     const int64_t items = int64_t{p.num_tokens} * (p.in_features / 32);
     const dim3 grid(static_cast<unsigned>((items + 255) / 256));
-    const cudaError_t permuted = launch_kernel(p.is_dependent != 0, grid, 256, 0, stream, permute_features_kernel<Format>, p);
+    constexpr auto kPermute = permute_features_kernel<Format, SHAPE::kColumns>;
+    const cudaError_t permuted = launch_kernel(p.is_dependent != 0, grid, 256, 0, stream, kPermute, p);
     if (permuted != cudaSuccess) return permuted;
   }
   const ClusterLaunch<SHAPE> launch(p.num_clusters, p.splits, p.is_dependent != 0, stream);
@@ -124,7 +125,7 @@ cudaError_t launch(const MixedGemmParams& p, cudaStream_t stream) {
 // Sums are exchanged where the ring was, so then there is one pass.
 template <typename SHAPE>
 bool can_run(const MixedGemmParams& p) {
-  if (p.token_tiles < 1 || p.num_clusters % p.token_tiles != 0 || (SHAPE::kIsW4A8 && p.token_tiles != 1)) return false;
+  if (p.token_tiles < 1 || p.num_clusters % p.token_tiles != 0 || (!SHAPE::kHasTokenTiles && p.token_tiles != 1)) return false;
   if (p.is_gated != 0 && !SHAPE::kIsByRows) return false;
   const int tiles = p.out_features / 16, parts = p.num_clusters / p.token_tiles;
   if (p.splits > p.in_features / 128 || p.num_tokens > p.token_tiles * SHAPE::kColumns) return false;

@@ -85,7 +85,7 @@ struct MixedGemmConsumer {
         if (group + 1 == Format::kGroups) ahead();
         wait_for_products<0>();
         pin(parts);
-        add(scales.words[group], memory.activation_sums(stage, block) + group * 4 * SHAPE::kMaxTokens, parts, sums);
+        add(scales.words[group], memory.activation_sums(stage, block) + group * 4 * SHAPE::kSumTokens, parts, sums);
       }
     } else {
       multiply_phases<kPhases>(stage, block, 0, adds, sums);

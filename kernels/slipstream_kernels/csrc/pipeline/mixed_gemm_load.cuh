@@ -1,5 +1,5 @@
 // The producer warp: copies the weights of a pass as the order of the format allows, and the tokens of a stage by one tensor
-// copy. A small kernel permutes the tokens of W4A16 before.
+// copy. A small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
@@ -16,8 +16,33 @@ __device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, 
       : "memory");
 }
 
+// The sum of two 16-bit elements of a word.
+template <typename T>
+__device__ __forceinline__ float sum_of_pair(uint32_t word) {
+  if constexpr (__is_same(T, __half)) {
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+    return pair.x + pair.y;
+  } else {
+    return __uint_as_float(word << 16) + __uint_as_float(word & 0xFFFF0000u);
+  }
+}
+
+// Adds up what the threads of a token's group have, of 32 features each, and stores it where MixedGemmConsumer::add reads
+// it: [tile of tokens][group of input features][token of the tile]. All threads of a group are there.
+template <typename FORMAT, int COLUMNS>
+__device__ __forceinline__ void store_activation_sum(const MixedGemmParams& p, int token, int chunk, float sum) {
+  constexpr int kChunks = 4 / FORMAT::kGroups;   // of a group
+  const uint32_t threads = ((1u << kChunks) - 1) << (threadIdx.x % 32 / kChunks * kChunks);
+#pragma unroll
+  for (int distance = 1; distance < kChunks; distance *= 2) sum += __shfl_xor_sync(threads, sum, distance);
+  if (chunk % kChunks != 0) return;
+  const int64_t group = int64_t{token / COLUMNS} * (p.in_features / (32 * kChunks)) + chunk / kChunks;
+  p.activation_sums[group * COLUMNS + token % COLUMNS] = sum;
+}
+
 // permuted_x[32 i + 8 j + 2 q + h] = x[32 i + 16 h + 4 q + j]: the order in which the nibbles of a word become pairs. A
-// thread takes 32 features of a token.
+// thread takes 32 features of a token. Formats that scale sums get the activations' sums, too.
+template <typename FORMAT, int COLUMNS>
 __device__ __forceinline__ void permute_features(const MixedGemmParams& p) {
   const int chunks = p.in_features / 32, item = blockIdx.x * blockDim.x + threadIdx.x, token = item / chunks;
   if (token >= p.num_tokens) return;
@@ -37,6 +62,12 @@ __device__ __forceinline__ void permute_features(const MixedGemmParams& p) {
       out[q] = __byte_perm(words[2 * q + j / 2], words[8 + 2 * q + j / 2], j % 2 ? 0x7632 : 0x5410);
     }
     to[j] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+  if constexpr (FORMAT::kIsScaledInside) {
+    float sum = 0.0f;
+#pragma unroll
+    for (const uint32_t word : words) sum += sum_of_pair<typename FORMAT::Operand>(word);
+    store_activation_sum<FORMAT, COLUMNS>(p, token, item % chunks, sum);
   }
 }
 
@@ -87,7 +118,7 @@ struct MixedGemmProducer {
   };
 
   __device__ __forceinline__ uint64_t weight_policy() const {
-    if constexpr (SHAPE::kIsW4A8) return evict_first_policy();
+    if constexpr (!SHAPE::kHasTokenTiles) return evict_first_policy();
     else return p.token_tiles > 1 ? kReadNormally : kReadOnce;   // clusters of other tokens read weights, too
   }
 
@@ -150,9 +181,11 @@ struct MixedGemmProducer {
   __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {
     const uint32_t barrier = memory.full(stage);
     if (lane == 0) copy_slabs(memory.tokens(stage), &maps.tokens, barrier, work.first_token, walk.block * SHAPE::kSlabs);
-    if constexpr (SHAPE::kIsW4A8) {
+    if constexpr (SHAPE::kIsScaledInside) {
       if (lane != 1) return;
-      const float* from = p.activation_sums + walk.block * (SHAPE::kActivationSumBytes / 4);
+      constexpr int kOfBlock = SHAPE::kActivationSumBytes / 4;
+      const float* from = p.activation_sums + walk.block * kOfBlock;
+      if constexpr (SHAPE::kHasTokenTiles) from += int64_t{work.first_token / SHAPE::kColumns} * (p.in_features / 128) * kOfBlock;
       copy_bulk(memory.activation_sums(stage, 0), from, walk.blocks() * SHAPE::kActivationSumBytes, barrier, keep_policy());
     }
   }

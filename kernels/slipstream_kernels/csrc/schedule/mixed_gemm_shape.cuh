@@ -18,17 +18,19 @@ template <typename FORMAT, int COLUMNS, int WARPGROUPS_M>
 struct MixedGemmShape {
   using Format = FORMAT;
   using Operand = typename FORMAT::Operand;
-  static constexpr bool kIsW4A8 = FORMAT::kIsScaledInside;
+  static constexpr bool kIsScaledInside = FORMAT::kIsScaledInside;
+  // Rows of e4m3 have scales, and results of a type of their own; all are one tile of tokens.
+  static constexpr bool kIsE4m3 = sizeof(Operand) == 1, kHasTokenTiles = !kIsE4m3;
   static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // tokens of a tile; sums of a thread
-  // W4A8 keeps the sums of a group beside those of all groups: of more than 64 tokens they need the registers of two
-  // warpgroups less.
-  static constexpr bool kIsWide = kIsW4A8 && COLUMNS > 64;
+  // Scaling inside keeps the sums of a group beside those of all groups: of more than 64 tokens they need the registers of
+  // two warpgroups less.
+  static constexpr bool kIsWide = kIsScaledInside && COLUMNS > 64;
   static constexpr int kWarpgroups = kIsWide ? 2 : 4, kWarpgroupsM = WARPGROUPS_M, kWarpgroupsK = kWarpgroups / WARPGROUPS_M;
   static constexpr int kTiles = 4 * WARPGROUPS_M, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
   static constexpr int kWarps = kConsumers / 32;
-  // Few W4A8 tokens take few registers: then a CTA comes up while smaller kernels run beside it, and fills its ring. What a
+  // Few tokens take few registers: then a CTA comes up while smaller kernels run beside it, and fills its ring. What a
   // CTA has at its start must do: a warpgroup that asks for more waits for ever.
-  static constexpr bool kIsLean = kIsW4A8 && COLUMNS <= 32;
+  static constexpr bool kIsLean = kIsScaledInside && COLUMNS <= 32;
   static constexpr int kProducerRegisters = kIsLean ? 48 : kIsWide ? 24 : 32;
   static constexpr int kConsumerRegisters = kIsLean ? 88 : kIsWide ? 240 : 112;
   static constexpr int kBoundThreads = kIsLean ? 768 : kThreads;   // among which the compiler divides registers
@@ -42,13 +44,18 @@ struct MixedGemmShape {
   static constexpr int kSlabs = sizeof(Operand);               // of 128 bytes of a token's block
   static constexpr int kTokenBytes = kSlabs * COLUMNS * 128;   // of a block, swizzled
   static constexpr int kBlockBytes = kTiles * (FORMAT::kTileBytes + FORMAT::kScaleBytes);
-  static constexpr int kMaxTokens = 128, kActivationSumBytes = kIsW4A8 ? 4 * kMaxTokens * FORMAT::kGroups : 0;   // of a block
+  // Activation sums of a block: those of a group follow each other, for e4m3 rows of the most tokens.
+  static constexpr int kSumTokens = kIsE4m3 ? 128 : COLUMNS;
+  static constexpr int kActivationSumBytes = kIsScaledInside ? 4 * kSumTokens * FORMAT::kGroups : 0;
   static constexpr int kWeightOffset = kBlocks * kTokenBytes;
   static constexpr int kActivationSumOffset = kWeightOffset + kBlocks * kBlockBytes;
   static constexpr int kStageBytes = (kActivationSumOffset + kBlocks * kActivationSumBytes + 1023) / 1024 * 1024;
 
-  // Scale and bias of a pass's rows, and W4A8's scales of its tokens; of two passes in turn.
-  static constexpr int kRows = 16 * kTiles, kPassBytes = 6 * kRows + (kIsW4A8 ? 4 * COLUMNS : 0);
+  // Passes of 4-bit weights beside 16-bit tokens begin at whole warpgroups' tiles, so that few warpgroups multiply less
+  // than their 64 rows.
+  static constexpr int kPassTiles = FORMAT::kOrder == WeightOrder::kTiles ? 4 : 1;
+  // Scale and bias of a pass's rows, and scales of e4m3 tokens; of two passes in turn.
+  static constexpr int kRows = 16 * kTiles, kPassBytes = 6 * kRows + (kIsE4m3 ? 4 * COLUMNS : 0);
   static constexpr int kConstantBytes = 2 * kPassBytes;
   static constexpr int kRest = 227 * 1024 - 1024 - kConstantBytes;   // 1024: the base is aligned by hand
   static constexpr int kStages = kRest / (kStageBytes + 16) < 16 ? kRest / (kStageBytes + 16) : 16;
@@ -111,7 +118,7 @@ struct MixedGemmWork {
 
   __device__ __forceinline__ explicit MixedGemmWork(const MixedGemmParams& p) : rank(blockIdx.x % p.splits) {
     const int tiles = p.out_features / 16, blocks = p.in_features / 128, cluster = blockIdx.x / p.splits;
-    if constexpr (SHAPE::kIsW4A8) {
+    if constexpr (!SHAPE::kHasTokenTiles) {
       begin_tile = split_begin(tiles, cluster, p.num_clusters), end_tile = split_begin(tiles, cluster + 1, p.num_clusters);
       first_token = 0, num_tokens = p.num_tokens;
     } else {
@@ -125,7 +132,10 @@ struct MixedGemmWork {
   }
 
   __device__ __forceinline__ int pass_begin(int pass) const {
-    return begin_tile + split_begin(end_tile - begin_tile, pass, num_passes);
+    constexpr int kUnit = SHAPE::kPassTiles;
+    if constexpr (kUnit == 1) return begin_tile + split_begin(end_tile - begin_tile, pass, num_passes);
+    const int units = (end_tile - begin_tile + kUnit - 1) / kUnit;
+    return min(end_tile, begin_tile + kUnit * split_begin(units, pass, num_passes));
   }
   __device__ __forceinline__ int num_blocks() const { return end_block - begin_block; }
   __device__ __forceinline__ int num_stages() const { return (num_blocks() + SHAPE::kBlocks - 1) / SHAPE::kBlocks; }

@@ -50,7 +50,7 @@ def rows(
 def mixed(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool, config: tuple[int, ...]
 ) -> torch.Tensor:
-    """See ops.int4_mm; not gated, up to mixed_gemm.MAX_TOKENS rows; config: of its Variant.  Two launches."""
+    """See ops.int4_mm; not gated, rows of the tiles of config, which is of its Variant.  Two launches."""
     out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
     mixed_gemm_w4a16.mixed_gemm_w4a16(x, weight, bias, out, mixed_gemm.Variant(*config))
     return out

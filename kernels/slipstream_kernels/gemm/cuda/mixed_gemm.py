@@ -54,16 +54,20 @@ class Variant(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of csrc/formats/mixed_gemm_formats.cuh.  groups: of 128 input features; 0: the format has none."""
+    """A format of csrc/formats/mixed_gemm_formats.cuh.  groups: of 128 input features; 0: the format has none.
+
+    sums_columns: tiles of up to so many tokens take the format's other form, which scales sums instead of operands.
+    """
 
     name: str
     operand: str
     groups: int = 0
+    sums_columns: int = 0
 
     def defines(self, columns: int) -> tuple[str, ...]:
         """The macros that choose a library."""
         return (
-            f"SLIPSTREAM_FORMAT={self.name}",
+            f"SLIPSTREAM_FORMAT={self.name}{'Sums' if columns <= self.sums_columns else ''}",
             f"SLIPSTREAM_OPERAND={self.operand}",
             f"SLIPSTREAM_GROUPS={self.groups}",
             f"SLIPSTREAM_COLUMNS={columns}",
@@ -143,9 +147,9 @@ def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable
             yield variant
 
 
-def tiles_of(num_tokens: int) -> tuple[int, int]:
-    """(tokens of a tile, number of tiles)."""
-    token_tiles = -(-num_tokens // COLUMNS[-1])
+def tiles_of(num_tokens: int, most_columns: int = COLUMNS[-1]) -> tuple[int, int]:
+    """(tokens of a tile, number of tiles), of tiles of up to so many tokens."""
+    token_tiles = -(-num_tokens // most_columns)
     return next(count for count in COLUMNS if count * token_tiles >= num_tokens), token_tiles
 
 

@@ -1,11 +1,13 @@
-"""Products of 17 to 256 16-bit rows with 4-bit weights in CUDA: choice of a variant, arguments, launch.  Hopper only.
+"""Products of 17 and more 16-bit rows with 4-bit weights in CUDA: choice of a variant, arguments, launch.  Hopper only.
 
-No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
+Tiles of few tokens scale sums (W4A16Sums), others operands (W4A16).  No device value is read on the host, and no
+workspace outlives a call: CUDA-graph safe, on any stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 
@@ -30,11 +32,13 @@ from slipstream_kernels.integer import Int4Weight
 
 COLUMNS = mixed_gemm.COLUMNS[1:]  # skinny_gemm_w4a16 multiplies fewer
 GROUPS = (1, 2)  # of 128 input features
+# Scaling sums takes instructions for every token of a tile, scaling operands the same number for any tile.
+SUMS_COLUMNS = 64
 
 
 def format_of(dtype: torch.dtype, groups: int) -> Format:
     """The format of rows of `dtype` and of weights with so many groups in 128 input features."""
-    return Format("W4A16", OPERANDS[dtype], groups)
+    return Format("W4A16", OPERANDS[dtype], groups, SUMS_COLUMNS)
 
 
 def variants() -> list[tuple[str, ...]]:
@@ -45,9 +49,9 @@ def variants() -> list[tuple[str, ...]]:
 def mixed_gemm_w4a16(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, variant: Variant
 ) -> None:
-    """out = x @ dequantised(weight).T + bias, of at most mixed_gemm.MAX_TOKENS rows.
+    """out = x @ dequantised(weight).T + bias, of at most variant.columns * variant.token_tiles rows.
 
-    Two launches: the first permutes the features of x.
+    Two launches: the first permutes the features of x, and adds up groups of them where sums are scaled.
     x: [num_tokens, in_features] bf16 or fp16, rows at multiples of 16 bytes.  weight: repacked for 16-bit rows.
     out: [num_tokens, out_features], contiguous, x's dtype; bias too.
     """
@@ -56,11 +60,14 @@ def mixed_gemm_w4a16(
     weight_format = format_of(x.dtype, group_scales.shape[2])
     clusters = clusters_along_m(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant))
     permuted_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_groups = weight_format.groups * (weight.in_features // BLOCK)
+    activation_sums = torch.empty(variant.token_tiles, num_groups, variant.columns, device=x.device)
     tensors = {
         "x": x,
         "qweight": weight.packed,
         "group_scales": group_scales,
         "channel_scale": weight.zeros,
+        "activation_sums": activation_sums,
         "bias": bias,
         "permuted_x": permuted_x,
         "out": out,
@@ -87,15 +94,28 @@ def choose(
     """The first of the ordered variants whose CTAs have all their output features at once; else several passes.
 
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
-    None: so many rows of a small weight, which other kernels multiply faster.
+    None: so many rows of so small a weight, which other kernels multiply faster.
     """
-    columns, token_tiles = tiles_of(num_tokens)
-    if token_tiles > 1 and sizes[0] * sizes[1] <= tuning.small_weights:
+    small = next(numbers for most, numbers in tuning.small_weights.items() if num_tokens <= most)
+    if sizes[0] * sizes[1] <= small:
         return None
     blocks = sizes[1] // BLOCK
     ordered = next(choices for most, choices in tuning.mixed_gemm_w4a16.items() if num_tokens <= most)
-    for warpgroups_m, splits, least, most in ordered:
+    for most_columns, warpgroups_m, splits, least, most in ordered:
+        columns, token_tiles = tiles_of(num_tokens, most_columns)
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
         if least <= blocks <= most and fits(sizes, variant, count_clusters(variant)):
             return variant
+    columns, token_tiles = tiles_of(num_tokens)
     return Variant(columns, mixed_gemm.WARPGROUPS_M[-1], 1, token_tiles)
+
+
+def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Iterator[Variant]:
+    """The variants that can run; arguments as of choose."""
+    for columns, token_tiles in sorted({tiles_of(num_tokens, most_columns) for most_columns in COLUMNS}):
+        for warpgroups_m, splits in product(mixed_gemm.WARPGROUPS_M, mixed_gemm.SPLITS):
+            variant = Variant(columns, warpgroups_m, splits, token_tiles)
+            at_once = count_clusters(variant)
+            is_in_passes = warpgroups_m == mixed_gemm.WARPGROUPS_M[-1] and splits == 1
+            if fits(sizes, variant, at_once) or (is_in_passes and clusters_along_m(sizes[0], variant, at_once)):
+                yield variant
