@@ -22,9 +22,6 @@
 #ifndef __forceinline__
 #define __forceinline__ inline
 #endif
-#ifndef __noinline__
-#define __noinline__ __attribute__((noinline))
-#endif
 
 namespace emulator {
 

@@ -97,7 +97,7 @@ struct LatentLoader {
 
  private:
   // No parts: the merge writes zeros. Not inlined: the loops of the other warps would get fewer registers.
-  __device__ __noinline__ void leave_padding() const {
+  __device__ __attribute__((noinline)) void leave_padding() const {
     const LatentLine<Shape::kRows, Shape::kKeys> line{p};
 #pragma unroll 1
     for (int request = blockIdx.x; request < p.num_requests; request += p.num_shares * p.num_lanes) {
