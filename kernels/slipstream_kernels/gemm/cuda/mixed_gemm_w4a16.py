@@ -33,7 +33,7 @@ from slipstream_kernels.integer import Int4Weight
 COLUMNS = mixed_gemm.COLUMNS[1:]  # skinny_gemm_w4a16 multiplies fewer
 GROUPS = (1, 2)  # of 128 input features
 # Scaling sums takes instructions for every token of a tile, scaling operands the same number for any tile.
-SUMS_COLUMNS = 64
+SUMS_COLUMNS = 32
 
 
 def format_of(dtype: torch.dtype, groups: int) -> Format:
