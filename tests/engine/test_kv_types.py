@@ -142,7 +142,7 @@ def test_graph_is_eager_and_gpu_near_cpu(kv_type: str, wide_heads: Path, prompts
 def test_decode_rows_beside_a_prompt_are_as_alone(kv_type: str, wide_heads: Path) -> None:
     """bf16, the split-KV kernel for the decodes and the prefill kernel for the chunk, in one step and apart."""
     model = {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": "off"}
-    unpaced = {"overlap_scheduling": "off", "max_mixed_step_ms": 1_000_000}  # the first steps are slow: kernels are loaded
+    unpaced = {"overlap_scheduling": "off", "max_mixed_step_ms": 1_000_000}  # the first steps load kernels
     engine = make_engine(wide_heads, model, {"dtype": kv_type, "block_size": 32}, unpaced)
     for index in range(5):
         engine.submit(Request([5 + index] * (9 + 20 * index), GREEDY))
