@@ -264,18 +264,44 @@ def test_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collectives.sum(torch.ones(1)).tolist() == [1.0]
 
 
-def test_small_sums_take_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels of a host's GPUs sum and what NCCL gets; PyTorch's private operations still have this form."""
+class OwnSum:
+    """Our kernel, of up to 64 bytes."""
+
+    num_asked = 0
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        self.num_asked += 1
+        return 0 < tensor.nbytes <= 64 and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+
+    def __call__(self, partial: torch.Tensor) -> str:
+        return "own"
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_each_tensor_has_one_way_to_its_sum(has_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernel's, one of PyTorch's or NCCL's, decided once a sum; PyTorch's private operations have this form."""
     monkeypatch.setattr(SymmetricSum, "__init__", lambda self: None)
+    for name in ("_one_shot", "_two_shot"):
+        monkeypatch.setattr(SymmetricSum, name, lambda self, partial, name=name: name)
     symmetric, most = SymmetricSum(), symmetric_memory.TWO_SHOT_BYTES // 2
     symmetric._buffer, symmetric._one_shot_bytes = torch.empty(64, dtype=torch.bfloat16), 128
-    symmetric._num_ranks, symmetric._own = 2, None
-    rows = torch.zeros(9, 8, dtype=torch.bfloat16)
-    assert [symmetric.takes(rows[:count]) for count in (0, 1, 8, 9)] == [False, True, True, False]
-    assert (
-        not symmetric.takes(rows[:2].float()) and not symmetric.takes(rows[:8].T) and not symmetric.takes(rows[:1, :4])
-    )
-    assert [symmetric.takes(torch.empty(size, dtype=torch.bfloat16)) for size in (most, most + 16)] == [True, False]
+    symmetric._num_ranks, symmetric._own = 2, OwnSum() if has_own else None
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda partial, group: None)
+    collectives = GroupCollectives(2, is_ordered=False, symmetric=symmetric)
+
+    def ways(*partials: torch.Tensor) -> list[str]:
+        found = [(collectives.sum(partial), partial) for partial in partials]
+        return ["library" if total is partial else str(total) for total, partial in found]
+
+    rows = torch.zeros(17, 8, dtype=torch.bfloat16)
+    smallest = "own" if has_own else "_one_shot"
+    assert ways(*(rows[:count] for count in (0, 1, 4, 5, 8, 9, 10))) == [
+        "library", smallest, smallest, "_one_shot", "_one_shot", "library", "_two_shot",
+    ]  # fmt: skip
+    assert ways(rows[:10].float(), rows[:8].T, rows[:1, :4]) == ["library", "library", "own" if has_own else "library"]
+    assert ways(*(torch.empty(size, dtype=torch.bfloat16) for size in (most, most + 16))) == ["_two_shot", "library"]
+    if has_own:
+        assert symmetric._own.num_asked == 12, "once a sum"
     own = "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name) -> Tensor"
     assert own in str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
     in_place = "(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)"

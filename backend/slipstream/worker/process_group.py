@@ -55,8 +55,9 @@ class GroupCollectives:
             for part in others:
                 first = first + part
             return first
-        if self._symmetric is not None and self._symmetric.takes(partial):
-            return self._symmetric(partial)
+        way = None if self._symmetric is None else self._symmetric.way_of(partial)
+        if way is not None:
+            return way(partial)
         dist.all_reduce(partial, group=self._group)
         return partial
 

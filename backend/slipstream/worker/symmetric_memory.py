@@ -27,6 +27,8 @@ ONE_SHOT_BYTES_BEYOND = 1 << 18
 TWO_SHOT_BYTES = 1 << 24  # each rank sums a part, which the others read
 _ALIGNMENT = 16  # bytes that a thread loads
 
+Way = Callable[[Tensor], Tensor]
+
 
 class SymmetricSum:
     """Memory that every rank can read and write, after all of them have called `connect` at once."""
@@ -62,23 +64,27 @@ class SymmetricSum:
         """After `connect`, by all ranks or by none."""
         self._own = RankSum(self._rank, self._mailboxes, self._own_bytes, self._buffer.dtype, self._device)
 
-    def takes(self, tensor: Tensor) -> bool:
-        if self._own is not None and self._own.takes(tensor):
-            return True
-        is_whole = tensor.is_contiguous() and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
-        if tensor.dtype != self._buffer.dtype or not is_whole:
-            return False
-        largest = TWO_SHOT_BYTES if tensor.nbytes % (_ALIGNMENT * self._num_ranks) == 0 else self._one_shot_bytes
-        return 0 < tensor.nbytes <= largest
+    def way_of(self, tensor: Tensor) -> Way | None:
+        """What sums such a tensor, of every rank the same; None: NCCL should. Can be captured in a CUDA graph.
 
-    def __call__(self, partial: Tensor) -> Tensor:
-        """A new tensor: the sum of every rank's, which `takes` has accepted. Can be captured in a CUDA graph."""
-        if self._own is not None and self._own.takes(partial):
-            return self._own(partial)
+        A way takes the rank's part and returns a new tensor."""
+        if self._own is not None and self._own.takes(tensor):
+            return self._own
+        is_whole = tensor.is_contiguous() and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
+        if tensor.dtype != self._buffer.dtype or not is_whole or not tensor.nbytes:
+            return None
+        if tensor.nbytes <= self._one_shot_bytes:
+            return self._one_shot
+        is_divided = tensor.nbytes % (_ALIGNMENT * self._num_ranks) == 0
+        return self._two_shot if is_divided and tensor.nbytes <= TWO_SHOT_BYTES else None
+
+    def _one_shot(self, partial: Tensor) -> Tensor:
         buffer = self._buffer[: partial.numel()].view(partial.shape)
-        if partial.nbytes <= self._one_shot_bytes:
-            found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, partial, "sum", self._group)
-            return found
+        found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, partial, "sum", self._group)
+        return found
+
+    def _two_shot(self, partial: Tensor) -> Tensor:
+        buffer = self._buffer[: partial.numel()].view(partial.shape)
         buffer.copy_(partial)
         torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group)
         return buffer.clone()
