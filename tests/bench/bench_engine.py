@@ -136,7 +136,7 @@ def _summary(profiler: Any, num_steps: int = 20) -> Record:
 
 
 def memory_of(engine: Engine) -> Record:
-    """What the memory plan has, and what the driver has given away in all, in GiB; nothing of a CPU.
+    """What the memory plan has for this rank, and what the driver has given away in all, in GiB; nothing of a CPU.
 
     before: given away when the plan was made.  over: used over planned.
     """
@@ -145,11 +145,14 @@ def memory_of(engine: Engine) -> Record:
     if not torch.cuda.is_available():
         return {}
     plan, (free, total) = engine.memory_plan, torch.cuda.mem_get_info()
+    own, pool_bytes = plan, plan.pool_bytes
+    if plan.stages:  # the plan is of the stage with the fewest blocks, this process the first one
+        own, pool_bytes = plan.stages[0], plan.stages[0].pool_bytes(plan.num_blocks)
     sizes = {
         "before": total - plan.free_bytes,
-        "weights": plan.weight_bytes,
-        "workspace": plan.workspace_bytes,
-        "pool": plan.pool_bytes,
+        "weights": own.weight_bytes,
+        "workspace": own.workspace_bytes,
+        "pool": pool_bytes,
     }
     planned, used = sum(sizes.values()), total - free
     in_gib = {name: round(size / GIB, 2) for name, size in {**sizes, "planned": planned, "used": used}.items()}

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measures import measure_decode
+from slipstream.worker.memory_plan import MemoryPlan, StageMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,3 +80,20 @@ def test_a_step_is_what_more_tokens_take() -> None:
     assert (record["context"], longer["context"]) == (8, 16)
     assert (record["tpot_ms"], record["out_tok_s"], record["batch"]) == (10, 200, 2)
     assert skipped["batch"] == 200 and "does not hold it" in skipped["skipped"]
+
+
+def test_memory_is_compared_with_the_plan_of_the_same_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the first stage, which has 14 of 32 layers; the plan is of the stage with 18."""
+    gib, of_block = 1 << 30, 1 << 20
+    stages = (
+        StageMemory(range(14), 8 * gib, 4 * gib, 14 * of_block),
+        StageMemory(range(14, 32), 7 * gib, 3 * gib, 18 * of_block),
+    )
+    plan = MemoryPlan(139 * gib, 7 * gib, 3 * gib, 18 * of_block, 64, 5120, 8192, stages=stages, stage=1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (57 * gib, 140 * gib))
+    found = _load().memory_of(SimpleNamespace(memory_plan=plan))
+    assert found == {
+        **{"before": 1, "weights": 8, "workspace": 4, "pool": 70, "planned": 83, "used": 83},
+        "over": 1,
+    }

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from slipstream.nn.batch import ForwardBatch, GroupTensors
+from slipstream.worker.graph_memory import InputSizes
 from slipstream.worker.graph_shapes import StepShape
 from slipstream.worker.input_batch import StepArrays
 from slipstream.worker.memory_plan import MemoryPlan
@@ -61,13 +62,11 @@ class StaticTensors:
     """
 
     def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
-        self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
-        self._num_requests = max((shape.num_requests for shape in shapes), default=0)
-        num_columns = 4 + num_groups
-        # of 64 bits; then 32-bit ones: starts and lengths, then tables
-        num_words = num_columns * self._num_tokens
-        self._num_fixed_bytes = num_words * 8 + (2 * self._num_requests + 1) * 4
-        num_bytes = self._num_fixed_bytes + num_groups * self._num_requests * max_blocks * 4
+        sizes = InputSizes.of(shapes, max_blocks, num_groups)
+        self._num_tokens, self._num_requests = sizes.num_tokens, sizes.num_requests
+        num_columns, num_words, num_bytes = sizes.num_columns, sizes.num_words, sizes.arriving_bytes
+        self._num_fixed_bytes = sizes.fixed_bytes
+        # values of 64 bits; then 32-bit ones: starts and lengths, then tables
         self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         words = self._arriving[: num_words * 8].view(torch.int64).view(num_columns, self._num_tokens)
         self.token_ids, self.positions, self.logits_indices, self.tree_mask = words[:4]

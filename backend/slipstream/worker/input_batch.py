@@ -24,6 +24,11 @@ from slipstream.worker.interface import StepInput
 TABLE_STEP = 16
 
 
+def table_width(max_model_len: int, block_size: int) -> int:
+    """Blocks of a row of the block tables: sequences of max_model_len tokens and the token after them."""
+    return -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP
+
+
 class BlockTables:
     """Block tables of all KV groups, kept between steps: a request's row grows by its new blocks instead of being
     rebuilt. Windowed groups keep entries that their windows have passed: nothing reads those."""
@@ -42,7 +47,7 @@ class BlockTables:
     @classmethod
     def sized(cls, num_rows: int, max_model_len: int, block_size: int, groups: KVGroups = ONE_GROUP) -> BlockTables:
         """For sequences of max_model_len tokens and the token after them."""
-        return cls(num_rows, -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP, groups)
+        return cls(num_rows, table_width(max_model_len, block_size), groups)
 
     def put(self, sequence_id: int, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()) -> None:
         """These are all blocks of a request, whatever it had before."""

@@ -101,15 +101,36 @@ class StageMemory:
 
     layers: range
     weight_bytes: int
+    workspace_bytes: int
     bytes_per_block: int
     draft_block_bytes: int = 0
+
+    def pool_bytes(self, num_blocks: int) -> int:
+        return num_blocks * self.bytes_per_block
+
+    def total_bytes(self, num_blocks: int) -> int:
+        """Of all that a rank allocates. num_blocks: of the KV pool."""
+        return self.weight_bytes + self.workspace_bytes + self.pool_bytes(num_blocks)
+
+    def row(self, index: int, num_blocks: int) -> tuple[str, int, str]:
+        """Of the plan's table."""
+        pool = _size(self.pool_bytes(num_blocks))
+        note = f"{_size(self.weight_bytes)} weights, {_size(self.workspace_bytes)} workspace, {pool} KV pool"
+        if self.draft_block_bytes:
+            note += f", {_size(num_blocks * self.draft_block_bytes)} of it the drafter's"
+        return (
+            f"stage {index}: layers {self.layers.start} to {self.layers.stop - 1}",
+            self.total_bytes(num_blocks),
+            note,
+        )
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by use, and what they allow. num_blocks: of the KV pool; num_host_blocks: of what lies behind it.
 
-    stages: of a model in several, of which the plan is that of a rank where the fewest blocks fit."""
+    stages: of a model in several; the plan is that of a rank of `stage`, where the fewest blocks fit. All have so many.
+    """
 
     free_bytes: int
     weight_bytes: int
@@ -123,6 +144,7 @@ class MemoryPlan:
     groups: KVGroups = ONE_GROUP
     full_hold_reason: str = ""  # why windowed layers hold every token, if there are some that do
     stages: tuple[StageMemory, ...] = ()
+    stage: int = 0
 
     @property
     def bytes_per_block(self) -> int:
@@ -151,7 +173,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [
             ("free device memory", self.free_bytes, ""),
-            ("weights", self.weight_bytes, ""),
+            ("weights", self.weight_bytes, self._stage_note),
             ("workspace (activations, logits)", self.workspace_bytes, ""),
             ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
             ("  per token", self.pool_bytes // max(1, self.pool_tokens), self._windows_note),
@@ -161,15 +183,16 @@ class MemoryPlan:
         if self.num_host_blocks:
             host_bytes = self.num_host_blocks * self.block_bytes
             rows.append(("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"))
-        for index, stage in enumerate(self.stages):
-            layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}"
-            note = f"weights, and {_size(self.num_blocks * stage.bytes_per_block)} of KV pool"
-            if stage.draft_block_bytes:
-                note += f", {_size(self.num_blocks * stage.draft_block_bytes)} of it the drafter's"
-            rows.append((f"stage {index}: {layers}", stage.weight_bytes, note))
+        rows += [stage.row(index, self.num_blocks) for index, stage in enumerate(self.stages)]
         lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
         return "\n".join(["memory plan", *lines, f"  {held}"])
+
+    @property
+    def _stage_note(self) -> str:
+        if not self.stages:
+            return ""
+        return f"here and below those of stage {self.stage}, where the fewest blocks fit"
 
     @property
     def _windows_note(self) -> str:
@@ -210,7 +233,8 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     parallel = hardware.parallel
     of_stages = [replace(parallel, stage=stage) for stage in range(parallel.num_stages)]
     plans = [_plan_stage(spec, config, replace(hardware, parallel=one), free_bytes) for one in of_stages]
-    plan = min(plans, key=lambda one: one.num_blocks)
+    tightest = min(range(len(plans)), key=lambda stage: plans[stage].num_blocks)
+    plan = plans[tightest]
     if config.model.load_format != "null":
         num_bytes = parallel.size * sum(one.block_bytes for one in plans)
         plan = replace(plan, num_host_blocks=_num_host_blocks(config.cache, num_bytes))
@@ -218,10 +242,10 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         return plan
     layers = [one.own_layers(spec.num_layers) for one in of_stages]
     memory = [
-        StageMemory(own, one.weight_bytes, one.bytes_per_block, one.draft_block_bytes)
+        StageMemory(own, one.weight_bytes, one.workspace_bytes, one.bytes_per_block, one.draft_block_bytes)
         for own, one in zip(layers, plans)
     ]
-    return replace(plan, stages=tuple(memory))
+    return replace(plan, stages=tuple(memory), stage=tightest)
 
 
 def _plan_stage(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, free_bytes: int) -> MemoryPlan:
@@ -235,7 +259,7 @@ def _plan_stage(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
-    beside_bytes = 0 if is_null else workspace_bytes(spec, config, hardware)
+    beside_bytes = 0 if is_null else workspace_bytes(spec, config, hardware, groups.num_groups)
     budget = _pool_budget(config.cache, free_bytes - held_bytes - beside_bytes, hardware.device)
     blocks_per_sequence = groups.max_blocks(max_model_len, config.cache.block_size)
     num_blocks = config.cache.num_blocks

@@ -16,6 +16,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.parallel import Parallel, Pipe
 from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.graph_memory import num_graph_sets
 from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.stage_graphs import StageGraphs
 
@@ -32,9 +33,7 @@ class PipelineStage:
         self._model, self._kv_caches = model, kv_caches
         self._pipe: Pipe = parallel.pipe
         self.is_first, self._is_last = parallel.stage == 0, parallel.stage == parallel.num_stages - 1
-        # the first stage reads a step's tensors again in `finish`, while others are underway
-        num_sets = parallel.num_stages if self.is_first else 1
-        self.graphs = StageGraphs([make_graphs(self._compute_padded) for _ in range(num_sets)])
+        self.graphs = StageGraphs([make_graphs(self._compute_padded) for _ in range(num_graph_sets(parallel))])
         most = max((shape.num_tokens for shape in self.graphs.shapes), default=0)
         self._arrived = self._rows(0 if self.is_first else most).zero_()  # what graphs read
 

@@ -20,7 +20,8 @@ from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, prompt_sizes
+from slipstream.worker.graph_memory import graph_memory
+from slipstream.worker.graph_shapes import MAX_DECODE_ROWS
 from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ INTERMEDIATE_COPIES = 3
 MOST_SMS = 132  # of a Hopper GPU, where none is at hand to ask
 
 
-def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, weights written out."""
-    num_tokens = config.scheduler.max_num_batched_tokens
-    if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
-        num_tokens += prompt_sizes(num_tokens)[-1]
+def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_groups: int = 1) -> int:
+    """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, inputs and outputs of
+    all graphs, weights written out. num_groups: KV groups."""
+    graphs = graph_memory(spec, config, hardware, num_groups)
+    most_tokens = config.scheduler.max_num_batched_tokens
+    num_tokens = most_tokens + graphs.num_tokens
     num_seqs = config.scheduler.max_num_seqs
     num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
     parallel, own = hardware.parallel, spec.of_stage(hardware.parallel)
@@ -49,9 +51,9 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware)
     features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
     if parallel.num_stages > 1:  # on their way to the next stages, and as received
         num_rows_sent = 1 + (NUM_FEATURES if "eagle" in config.speculation.loaded else 0)
-        features += (parallel.num_stages + 1) * num_rows_sent * num_tokens * spec.hidden_size
+        features += (parallel.num_stages + 1) * num_rows_sent * max(most_tokens, graphs.num_tokens) * spec.hidden_size
     others = _split_sums_bytes(attentions, hardware.device) + _written_out_bytes(spec, config, hardware)
-    return logits + features * hardware.dtype.itemsize + others
+    return logits + features * hardware.dtype.itemsize + graphs.held_bytes + others
 
 
 def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:

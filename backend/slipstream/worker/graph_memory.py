@@ -1,0 +1,101 @@
+"""What CUDA graphs keep on the device, for the memory plan, and the sizes of their inputs. Pure arithmetic.
+
+All graphs of a rank share one memory pool for the activations of a step. Each set of graphs has inputs of its own, and
+each graph keeps its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.core.config import EngineConfig
+from slipstream.nn.parallel import Parallel
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.graph_shapes import StepShape, graph_shapes, graph_sizes, prompt_shapes
+from slipstream.worker.input_batch import table_width
+
+if TYPE_CHECKING:
+    from slipstream.worker.memory_plan import Hardware
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """Of the static tensors that graphs of these shapes read. num_columns: values of 64 bits of a token."""
+
+    num_tokens: int
+    num_requests: int
+    num_columns: int
+    tables_bytes: int  # of the block tables of all KV groups
+
+    @classmethod
+    def of(cls, shapes: Sequence[StepShape], max_blocks: int, num_groups: int) -> InputSizes:
+        """max_blocks: width of a block table."""
+        num_requests = max((shape.num_requests for shape in shapes), default=0)
+        return cls(
+            num_tokens=max((shape.num_tokens for shape in shapes), default=0),
+            num_requests=num_requests,
+            num_columns=4 + num_groups,  # token, position, row to sample, tree mask; a slot of each group
+            tables_bytes=num_groups * num_requests * max_blocks * 4,
+        )
+
+    @property
+    def num_words(self) -> int:
+        return self.num_columns * self.num_tokens
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of what one copy brings, without block tables: starts and lengths of requests are of 32 bits."""
+        return self.num_words * 8 + (2 * self.num_requests + 1) * 4
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Of all that one copy brings."""
+        return self.fixed_bytes + self.tables_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """With the tables as the graphs read them, which are wider than what arrives."""
+        return self.arriving_bytes + self.tables_bytes
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """num_tokens: of the largest graph, whose activations stay allocated. held_bytes: inputs and outputs of all
+    graphs."""
+
+    num_tokens: int = 0
+    held_bytes: int = 0
+
+
+def num_graph_sets(parallel: Parallel) -> int:
+    """Of a rank: the first of several stages reads a step's tensors again when it is finished, and has as many steps
+    underway as there are stages."""
+    return parallel.num_stages if parallel.stage == 0 else 1
+
+
+def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_groups: int = 1) -> GraphMemory:
+    """As the model runner captures them, without graphs of verifications and drafting heads: only the drafters' files
+    say their shapes. Shapes that it drops at start are counted."""
+    parallel, scheduler = hardware.parallel, config.scheduler
+    has_stages = parallel.num_stages > 1
+    if has_stages and config.speculation.loaded:
+        return GraphMemory()  # steps of stages with drafts are not captured
+    sizes = graph_sizes(config.model.cuda_graphs, scheduler.max_num_seqs, hardware.device)
+    if not sizes:
+        return GraphMemory()
+    max_model_len = config.model.max_model_len or spec.max_model_len
+    max_blocks = table_width(max_model_len, config.cache.block_size)
+    decodes, num_sets = graph_shapes(sizes), num_graph_sets(parallel)
+    largest = max(shape.num_tokens for shape in decodes)
+    inputs = num_sets * InputSizes.of(decodes, max_blocks, num_groups).total_bytes
+    num_rows = num_sets * sum(shape.num_tokens for shape in decodes)
+    if parallel.stage:
+        num_rows += largest  # what has arrived from the stage before
+    if not has_stages:
+        prompts = prompt_shapes(sizes, min(scheduler.max_num_batched_tokens, max_model_len))
+        largest = max(largest, *(shape.num_tokens for shape in prompts))
+        inputs += InputSizes.of(prompts, max_blocks, num_groups).total_bytes
+        num_rows += sum(shape.num_logits for shape in prompts)
+    return GraphMemory(largest, inputs + num_rows * spec.hidden_size * hardware.dtype.itemsize)
