@@ -45,6 +45,7 @@ from slipstream_kernels.gemm.scaled_mm import block_scales, scaled_mm, scaled_mm
 from slipstream_kernels.gemm.skinny_gemm import skinny_gemm
 from slipstream_kernels.gemm.swap_ab_gemm import swap_ab_gemm
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
+from slipstream_kernels.invariant_sums import invariant_attention_bytes, invariant_latent_bytes, invariant_mm_bytes
 from slipstream_kernels.kv.compact_kv import SlotTable, compact_kv, slot_table
 from slipstream_kernels.kv.gather_latent import gather_latent
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
@@ -134,10 +135,13 @@ __all__ = [
     "int8_mm",
     "int8_weight",
     "invariant_attention",
+    "invariant_attention_bytes",
     "invariant_grouped_mm",
     "invariant_head_mm",
     "invariant_latent_attention",
+    "invariant_latent_bytes",
     "invariant_mm",
+    "invariant_mm_bytes",
     "kv_row_bytes",
     "latent_attention",
     "latent_row",

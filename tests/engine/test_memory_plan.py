@@ -15,6 +15,7 @@ from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
 from slipstream.worker.workspace import workspace_bytes
+from slipstream_kernels import ops
 from speculation_config import speculation_config
 
 CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
@@ -84,6 +85,30 @@ def test_the_workspace_holds_what_splits_of_keys_leave(
     config = replace(_config(), model=ModelConfig(max_model_len=256, cuda_graphs="off"))
     on_gpu, on_cpu = (workspace_bytes(own, config, replace(CPU, device=torch.device(kind))) for kind in ("cuda", "cpu"))
     assert on_gpu - on_cpu == num_bytes
+
+
+@pytest.mark.parametrize(("graphs", "num_pools"), [("off", 1), ("auto", 2)])
+def test_the_workspace_holds_the_parts_of_deterministic_sums(spec: DecoderSpec, graphs: str, num_pools: int) -> None:
+    """In place of what CUDA's attention leaves; CUDA graphs have theirs apart. Here attention has the most."""
+    own = deep(spec).map_attention(lambda attention: replace(attention, num_q_heads=32))
+    config = replace(_config(), model=ModelConfig(max_model_len=100_000, cuda_graphs=graphs))
+    fixed = replace(config, model=replace(config.model, deterministic=True))
+    of_plain, of_fixed = (workspace_bytes(own, one, GPU) for one in (config, fixed))
+    parts = ops.invariant_attention_bytes(config.scheduler.max_num_batched_tokens, 32, 8, 128, 100_000, 132)
+    assert of_fixed - of_plain == num_pools * parts - ops.split_sums_bytes(132, 128, is_latent=False)
+    assert parts > 30 << 20
+    on_cpu = [workspace_bytes(own, one, CPU) for one in (config, fixed)]
+    assert on_cpu[0] == on_cpu[1]
+
+
+def test_the_workspace_holds_what_all_ranks_have_of_an_ordered_sum(spec: DecoderSpec) -> None:
+    """Of two ranks the order does not matter."""
+    fixed = replace(_config(), model=ModelConfig(max_model_len=256, deterministic=True))
+    more = []
+    for size in (2, 4):
+        hardware = replace(CPU, parallel=Parallel(size=size))
+        more.append(workspace_bytes(spec, fixed, hardware) - workspace_bytes(spec, _config(), hardware))
+    assert more == [0, (4 + 1) * fixed.scheduler.max_num_batched_tokens * spec.hidden_size * 4]
 
 
 def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> None:

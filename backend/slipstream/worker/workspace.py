@@ -5,7 +5,6 @@ Pure arithmetic, once at load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +51,9 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware,
     if parallel.num_stages > 1:  # on their way to the next stages, and as received
         num_rows_sent = 1 + (NUM_FEATURES if "eagle" in config.speculation.loaded else 0)
         features += (parallel.num_stages + 1) * num_rows_sent * max(most_tokens, graphs.num_tokens) * spec.hidden_size
-    others = _split_sums_bytes(attentions, hardware.device) + _written_out_bytes(spec, config, hardware)
+    if config.model.deterministic and parallel.size > 2:  # what each rank has of a sum, and the sum so far
+        features += (parallel.size + 1) * num_tokens * spec.hidden_size
+    others = _sums_bytes(spec, config, hardware, graphs.num_tokens) + _written_out_bytes(spec, config, hardware)
     return logits + features * hardware.dtype.itemsize + graphs.held_bytes + others
 
 
@@ -69,15 +70,44 @@ def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
     return num_tokens * (of_heads + row) + PREFIX_TOKENS * (attention.num_q_heads * made + row)
 
 
-def _split_sums_bytes(attentions: Iterable[AttentionSpec], device: torch.device) -> int:
-    """Of the layer whose attention needs most; layers follow each other."""
+def _sums_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_graph_tokens: int) -> int:
+    """Parts of sums that wait to be added: of the layer that needs most; layers follow each other. num_graph_tokens: of
+    the largest CUDA graph; graphs have theirs in a pool of their own."""
+    device = hardware.device
     if device.type != "cuda":
         return 0
     num_sms = count_sms(device) if torch.cuda.is_available() else MOST_SMS
-    return max(
-        ops.split_sums_bytes(num_sms, attention.head_dim, is_latent=attention.latent is not None)
-        for attention in attentions
-    )
+    own = spec.of_stage(hardware.parallel)
+    attentions = own.of_rank(hardware.parallel).attentions
+    if not config.model.deterministic:
+        return max(
+            ops.split_sums_bytes(num_sms, attention.head_dim, is_latent=attention.latent is not None)
+            for attention in attentions
+        )
+    heads = () if hardware.parallel.stage else (spec.lm_head,)
+    linears = {linear.of_rank(hardware.parallel) for linear in (*own.layer_linears, *heads) if not linear.num_experts}
+    max_seq_len, total = config.model.max_model_len or spec.max_model_len, 0
+    for num_tokens in (config.scheduler.max_num_batched_tokens, num_graph_tokens):
+        of_layers = [
+            _invariant_attention_bytes(attention, num_tokens, max_seq_len, hardware.dtype, num_sms)
+            for attention in attentions
+        ]
+        of_layers += [
+            ops.invariant_mm_bytes(num_tokens, linear.out_features, linear.in_features, hardware.dtype, num_sms)
+            for linear in linears
+        ]
+        total += max(of_layers)
+    return total
+
+
+def _invariant_attention_bytes(
+    attention: AttentionSpec, num_tokens: int, max_seq_len: int, dtype: torch.dtype, num_sms: int
+) -> int:
+    if attention.latent is not None:
+        rank = attention.latent.rank
+        return ops.invariant_latent_bytes(num_tokens, attention.num_q_heads, rank, dtype, max_seq_len, num_sms)
+    sizes = attention.num_q_heads, attention.num_kv_heads, attention.head_dim
+    return ops.invariant_attention_bytes(num_tokens, *sizes, max_seq_len, num_sms)
 
 
 def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:

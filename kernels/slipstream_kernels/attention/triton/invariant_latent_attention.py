@@ -150,7 +150,7 @@ def invariant_latent_attention(call: LatentCall) -> None:
         return
     shape, has_tree = latent_shape(call.cache), call.tree_mask is not None
     block_m, block_n, num_stages = _tile(call)
-    group = _heads_of_a_tile(num_heads, block_m)
+    group = heads_of_a_tile(num_heads, block_m)
     queries, num_groups = 1 if has_tree else block_m // group, num_heads // group
     num_tiles, num_parts = num_tokens // queries + num_requests, count_parts(call.max_seq_len)
     num_rows, block_r = num_tokens * num_heads, int(shape["BLOCK_R"])
@@ -189,6 +189,6 @@ def _tile(call: LatentCall) -> tuple[int, int, int]:
     return rows, min(keys, call.cache.block_size), num_stages
 
 
-def _heads_of_a_tile(num_heads: int, block_m: int) -> int:
+def heads_of_a_tile(num_heads: int, block_m: int) -> int:
     """The most that fit a tile and share the heads evenly."""
     return next(group for group in range(min(num_heads, block_m), 0, -1) if num_heads % group == 0)
