@@ -57,6 +57,7 @@ from slipstream.worker.sample.named_processors import LogitsProcessor, Processor
 from slipstream.worker.sample.sampler import Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
+from slipstream.worker.spec_decode.warm_up import padding_drafts
 
 
 def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
@@ -132,14 +133,15 @@ class ModelRunner:
                 self._adapters.graphs = StepGraphs(shapes, *limits, self._adapters.run, device, num_groups)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
-        self._capture(config, phases)
+        self._capture(config, phases, drafts)
         is_timed = drafts.num_drafts and self._stage is None  # only graphs are, which stages have not
         self.step_seconds = self._time_steps(plan) if is_timed else {}
 
     @torch.inference_mode()
-    def _capture(self, config: EngineConfig, phases: StartUp) -> None:
+    def _capture(self, config: EngineConfig, phases: StartUp, drafts: DraftLayout) -> None:
         self._parallel.decide(None)  # waits until every rank has loaded: one that cannot load breaks this, and no more
         self._warm_up(config)
+        self._padding_rows = self._warm_up_drafts(drafts)
         finish_phase(phases, "warm-up", self._device)
         if self._stage is not None:
             self._stage.graphs.capture()
@@ -147,7 +149,6 @@ class ModelRunner:
         self._graphs.capture(beside=self._prompt_graphs)
         if self._adapters is not None and self._adapters.graphs is not None:
             self._adapters.graphs.capture(beside=self._graphs)
-        self._verifier.warm_up(self.verified_rows())
         finish_phase(phases, "graphs", self._device)
 
     @torch.inference_mode()
@@ -169,8 +170,9 @@ class ModelRunner:
         return self._model
 
     def verified_rows(self) -> list[ComputedRows]:
-        """The static tensors of every graph of a verification, for drafting to be captured behind it."""
-        return self._verifier.rows_of_graphs(self._graphs)
+        """The static tensors of every graph of a verification, for drafting to be captured behind it; without graphs
+        those of steps that compiled their kernels, for drafting to do so too."""
+        return self._verifier.rows_of_graphs(self._graphs) or self._padding_rows
 
     def build(self, step: StepInput, states: Sequence[RequestState], any_given: bool = False) -> StepTensors:
         """any_given: some request, perhaps not of this step, has brought embeddings."""
@@ -348,12 +350,21 @@ class ModelRunner:
         if is_gpu and self._stage is not None:
             self._stage.graphs.warm_up()
         if is_gpu and not self._parallel.stage:
-            logits.argmax(dim=-1)
             _draw_once(logits)
             self._graphs.warm_up()
             if self._adapters is not None and self._adapters.graphs is not None:
                 self._adapters.graphs.warm_up()
             self._prompt_graphs.keep_launch_bound(self._parallel.decide)
+
+    def _warm_up_drafts(self, drafts: DraftLayout) -> list[ComputedRows]:
+        """Compile what steps with drafts run, in CUDA graphs or without. All stages and ranks take part; returns the
+        rows of the first stage's."""
+        found = []
+        for batch in padding_drafts(drafts, self._builder.max_blocks, self._device):
+            hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
+            if hidden is not None:
+                found.append(self._verifier.warm_up(batch, hidden))
+        return found
 
 
 def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:
@@ -371,7 +382,8 @@ def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:
 
 
 def _draw_once(logits: torch.Tensor) -> None:
-    """Draw with every filter, to compile the sampling kernels."""
+    """Draw with every filter and without any, to compile the sampling kernels."""
+    ops.greedy(logits)
     one = torch.ones(logits.shape[0], device=logits.device)
     ops.sample(logits, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
 

@@ -15,7 +15,8 @@ import triton
 
 # Names of arguments in all kernels: numbers of a step's rows, and what its shapes are laid out by.
 INTEGERS = frozenset({
-    "num_tokens", "num_requests", "num_rows", "num_pairs", "num_tiles", "num_positions", "num_biases",
+    "num_tokens", "num_requests", "num_rows", "num_pairs", "num_tiles", "num_positions", "num_biases", "num_words",
+    "draft_stride", "word_stride", "depth_stride",
     "rows_per_level", "blocks_of_request", "table_stride", "table_width", "x_scales_stride", "history_stride", "first",
     "most",
 })  # fmt: skip
@@ -23,7 +24,8 @@ INTEGERS = frozenset({
 POINTERS = frozenset({
     "positions_ptr", "slot_mapping_ptr", "tables_ptr", "query_start_loc_ptr", "seq_lens_ptr", "tree_mask_ptr",
     "key_start_loc_ptr", "key_lens_ptr", "first_ptr", "lens_ptr", "starts_ptr", "token_ids_ptr", "slots_ptr",
-    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr",
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "masks_ptr", "marks_ptr", "scores_ptr",
+    "paths_ptr", "last_ptr", "drafts_ptr", "words_ptr", "depths_ptr",
 })  # fmt: skip
 
 

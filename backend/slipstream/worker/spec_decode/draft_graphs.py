@@ -14,7 +14,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
 from slipstream.worker.cuda_graphs import StepGraphs, seconds_of, uncollected
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, GraphShape, graph_sizes
-from slipstream.worker.input_batch import StepArrays, batch_tensors
+from slipstream.worker.input_batch import StepArrays, batch_tensors, padding_batch
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import DraftBatches
@@ -43,6 +43,8 @@ class DraftGraphs:
         self._graphs = StepGraphs(shapes, batches.max_blocks, batches.num_positions, draft, hardware.device)
         with torch.inference_mode():
             self._graphs.warm_up()
+            if not shapes:
+                draft(padding_batch(num_rows, batches.max_blocks, hardware.device))  # to compile its kernels
             self._graphs.capture()
             self._seconds = self._graphs.time_steps(shapes, context.plan, lambda tokens: None)
 
@@ -72,15 +74,16 @@ class HeadGraphs:
 
     @torch.inference_mode()
     def capture(self, rows: Sequence[ComputedRows]) -> None:
-        """rows: the static tensors of the verification graphs."""
-        if not rows:
-            return
+        """rows: the static tensors of the verification graphs; of other steps drafting is only run."""
         for one in rows:
             one.hidden.zero_()  # nothing has been written to it yet
             self._draft(one)  # compiles kernels, lets libraries choose theirs
+        captured = [one for one in rows if one.graph is not None]
+        if not captured:
+            return
         pool = torch.cuda.graph_pool_handle()
         with uncollected():
-            for one in reversed(rows):
+            for one in reversed(captured):
                 assert one.graph is not None
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -18,13 +18,13 @@ from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftModelOptions
 from slipstream.core.errors import ConfigError, naming
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import load_model, planned_model, resolve_dtype
 from slipstream.nn.spec import read_spec
 from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import HostCopy, to_device
-from slipstream.worker.input_batch import StepArrays
+from slipstream.worker.input_batch import StepArrays, padding_batch
 from slipstream.worker.kv_cache import allocate_pool
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_rows
@@ -65,6 +65,7 @@ class DraftModelProposer:
         self.num_scratch_slots = self.num_drafts
         self._batches = DraftBatches(context.tables, plan.block_size, plan.max_model_len, self._device, self.num_drafts)
         refusal = self._model.backend.graph_refusal(plan.block_size)
+        self._warm_up_prompts()
         self._graphs = DraftGraphs(self._draft, self._batches, context, 1 + self.num_drafts, refusal=refusal)
 
     @staticmethod
@@ -110,6 +111,12 @@ class DraftModelProposer:
             self._fed.pop(sequence_id, None)
 
     # ---- parts
+
+    @torch.inference_mode()
+    def _warm_up_prompts(self) -> None:
+        """Compile the attention of prompts of medium and of short length on a GPU."""
+        for num_tokens in (2 * MAX_DECODE_QUERY_LEN, 32) if self._device.type == "cuda" else ():
+            self._forward(padding_batch(num_tokens, self._batches.max_blocks, self._device))
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> StepArrays:
         """Compute the tokens that the draft has not seen, except a last batch, which reaches every request's end."""

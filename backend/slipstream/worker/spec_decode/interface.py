@@ -108,7 +108,8 @@ class DraftHead(Drafter, Protocol):
     num_levels: int
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
-        """Capture drafting after these rows as CUDA graphs; called once, before the first step.
+        """Draft after these rows, to compile kernels; capture it as a CUDA graph where they are a graph's. Called once,
+        before the first step.
 
         Returns the seconds that drafting takes, by number of requests; empty without graphs."""
         ...

@@ -73,7 +73,7 @@ class Speculator:
         return tuple(found)
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
-        """Capture drafting after verifications. rows: the tensors of each verification graph.
+        """Capture drafting after verifications. rows: those of each verification's graph, or without one.
 
         Returns the seconds of drafting, by method and number of requests."""
         seconds = {method: head.capture(rows) for method, head in self._heads.items()}

@@ -10,7 +10,6 @@ a draft was drawn from (arXiv:2302.01318). Lossy, by request: `typical` (Medusa,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +32,7 @@ from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.penalties import Paths
 from slipstream.worker.sample.sampler import Draws, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
+from slipstream.worker.spec_decode.warm_up import warm_up_acceptance
 
 _ACCEPT_SALT = 0x5851F42D4C957F2D  # noise of its own, apart from that of drafting and of plain draws
 _RECOVER_SALT = 0x14057B7EF767814F
@@ -236,20 +236,11 @@ class Verifier:
                 found.append(ComputedRows(batch, hidden, next_ids, accepted.last, accepted, shape))
         return found
 
-    def warm_up(self, rows: Sequence[ComputedRows]) -> None:
-        """Compile what verifications run, with trees and without, on tensors like theirs; nothing is kept."""
-        for one in {row.batch.tree_mask is None: row for row in rows}.values():
-            batch, count = one.batch, one.batch.seq_lens.shape[0]
-            none = torch.zeros(count, dtype=torch.int32, device=self._device)
-            verification = Verification([], self._config)
-            accepted = verification.accept(batch, none, one.next_ids)
-            self._compact(verification, batch, none, one.next_ids, accepted)
-            if batch.token_ids.shape[0] >= 2 * count:
-                clones = copy.deepcopy(_step_rows(one))
-                ids = torch.zeros(count, 1, dtype=torch.int64, device=self._device)
-                tree = (None, None) if batch.tree_mask is None else (ids + 3, ids + 1)
-                drafts = ops.DraftRows(ids, *tree)
-                ops.update_step_inputs(clones, count, one.next_ids, accepted.last, drafts, self._plan.block_size)
+    def warm_up(self, batch: ForwardBatch, hidden: torch.Tensor) -> ComputedRows:
+        """Compile what verifications run, on a step of padding_drafts, whose rows are returned for drafting."""
+        accepted = ops.empty_accepted_rows(1, self._device)  # not those that graphs read
+        warm_up_acceptance(batch, accepted, self._compactions, self._plan.block_size)
+        return ComputedRows(batch, hidden, torch.zeros_like(batch.token_ids), accepted.last, accepted)
 
     def verify(
         self,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from slipstream_kernels.spec.accept_drafts import MAX_ROWS
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows
 from slipstream_kernels.triton.step_kernel import step_kernel
 
@@ -39,7 +39,7 @@ def update_step_inputs(
         num_rows,
         HAS_TREE=drafts.words is not None,
         HAS_MASK=rows.tree_mask is not None,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=MAX_ROWS,  # whatever the number of drafts: compiled once
         num_warps=1,
     )
 
