@@ -8,7 +8,7 @@ namespace {
 
 constexpr auto kDrainGrace = std::chrono::seconds(2);  // beyond the deadline the engine was given
 constexpr int kTerminateGraceMs = 2000;
-constexpr int kExitGraceMs = 1000;  // between closing its socket and ending, to see how it ended
+constexpr int kExitGraceMs = 5000;  // between closing its socket and ending, to see how it ended
 constexpr int kHousekeepingMs = 500;
 constexpr auto kLongestSilence = std::chrono::seconds(60);  // a working engine sends metrics four times a second
 
@@ -202,6 +202,7 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
     stop_process(process, is_open);
     throw EngineEnded("the engine was stopped: the server is shutting down", "was stopped");
   }
+  take_no_more();
   process.wait_exit(kExitGraceMs);
   throw EngineEnded(process.describe_end());
 }

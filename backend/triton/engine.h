@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "api.h"
@@ -98,6 +99,14 @@ class Engine {
   void supervise();
   void run_engine();
   void serve(EngineProcess& process, EngineLink& link);
+  // Its connection has ended, and nobody reads what is sent: requests go to another replica or are refused, while the
+  // process still gives its memory back.
+  void take_no_more() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(link_, nullptr) == nullptr) return;  // it was still loading
+    state_ = State::kDown;
+    end_for_clients_ = "has ended";
+  }
   bool keep_house();
   bool is_given_up();
   void give_up(EngineProcess& process, bool is_connected);

@@ -18,6 +18,7 @@ import pytest
 from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
 from slipstream.core import stats
+from slipstream.core.errors import RankLostError
 from slipstream.engine.main import run
 from slipstream.engine.socket import EngineLink
 from slipstream.protocol import contract, wire
@@ -227,6 +228,27 @@ def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
     assert reasons_of(backend.responses_of(1)) == cancelled
     wait_until(lambda: null_server.server._pool.is_empty, "the pool to be empty")
     assert not null_server.server._live and not null_server.server._handles_by_id
+
+
+def test_a_lost_rank_ends_all_requests_and_the_connection(backend: Backend, null_server: InThread) -> None:
+    """One that comes between the loss and the end is refused; then nothing is read, and the backend knows it."""
+    server, may_end = null_server.server, threading.Event()
+    fail_everything = server._fail_everything
+    server._fail_everything = lambda: (may_end.wait(TIMEOUT_S), fail_everything())  # type: ignore[method-assign]
+    null_server.slow_down(0.005)
+    backend.request(1, 1000)
+    wait_until(lambda: null_server.num_steps > 3, "the request to run")
+    server._lose(RankLostError("rank 1 has ended: the model starts again"))
+    backend.request(2, 5)
+    answers = [backend.responses_of(2)[-1]]
+    may_end.set()
+    answers.append(backend.responses_of(1)[-1])
+    for answer in answers:
+        assert answer.error_code == ErrorCode.UNAVAILABLE and "rank 1 has ended" in answer.error_message
+    backend.connection.settimeout(10)
+    while backend.connection.recv(1 << 20):
+        pass
+    assert null_server.join() == 1
 
 
 def test_a_drain_waits_for_what_is_tokenised_and_answers_it_in_the_end(

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 from processes import children_of, is_alive
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig
 from slipstream.core.errors import ConfigError, RankLostError
@@ -195,6 +195,16 @@ def test_a_lost_rank_fails_every_request(tiny_llama: Path, prompts: list[list[in
     with pytest.raises(RankLostError):
         two.submit(Request([5], GREEDY))
     two.close()
+
+
+def test_the_end_of_an_idle_rank_is_found_at_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when ranks are looked at the next time: requests that came before would wait and fail."""
+    monkeypatch.setattr("slipstream.engine.ranks._WATCH_PERIOD_S", 300.0)
+    engine, told = make_engine(tiny_llama, parallel=TWO), threading.Event()
+    engine.ranks.on_loss = lambda error: told.set()
+    ranks()[0].kill()
+    assert told.wait(PATIENCE_S)
+    engine.close()
 
 
 def test_a_rank_that_is_too_slow_is_lost(tiny_llama: Path) -> None:

@@ -42,7 +42,8 @@ METRICS = (
 
 @dataclass
 class Running:
-    """One request being answered.  then: final, empty_final, crash, exit, garbage, hang, error, unknown_handle."""
+    """One request being answered.  then: final, empty_final, crash, exit, linger, garbage, hang, error,
+    unknown_handle."""
 
     request: wire.Request
     words: list[bytes] | None
@@ -197,6 +198,10 @@ class FakeEngine:
             print("E about to crash near /srv/models/weights.bin\nI a table of the memory", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         elif one.then == "exit":
+            raise SystemExit(7)
+        elif one.then == "linger":  # as a process does that has much memory to give back
+            self.connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.8)
             raise SystemExit(7)
         elif one.then == "garbage":
             self.connection.sendall(b"\xff" * 64)

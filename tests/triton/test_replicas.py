@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,6 +165,21 @@ def test_others_serve_while_a_replica_is_down(healthy: TritonServer) -> None:
         restarts[lost] += 1
         assert restarts == [of_replica(healthy, "slipstream_engine_restarts_total", i) for i in range(NUM_REPLICAS)]
         wait_until(lambda: told(healthy) == lost, "the replica to get requests again")
+
+
+def test_a_replica_whose_process_still_ends_gets_no_requests(healthy: TritonServer) -> None:
+    """Its connection has ended; the process takes 0.8 s more, as one does that gives much memory back."""
+    with GrpcStream(healthy.grpc_url) as stream:
+        stream.send("llm", {**TELL, "then": "linger"})
+        stream.wait(num_texts=1)
+        lost, start, seen = int(stream.texts[0]), time.monotonic(), []
+        while time.monotonic() < start + 0.6:  # any that goes there would wait, and then fail
+            seen.append(told(healthy))
+        assert len(children_of(healthy.pid, "fake_engine")) == NUM_REPLICAS, "it is still there"
+        assert set(seen) == set(range(NUM_REPLICAS)) - {lost}
+        stream.wait(num_ends=1)
+        assert f"replica {lost} of model 'llm' exited with status 7" in stream.errors[0]
+    healthy.wait_until(lambda: ups(healthy) == [1] * NUM_REPLICAS, "all replicas to be up")
 
 
 def test_the_model_is_not_ready_while_all_are_down(healthy: TritonServer) -> None:

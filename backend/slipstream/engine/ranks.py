@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Rank:
         self.connection = Connection(ours.detach())
         self.send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL))
         self._was_stopped = False
+        self.end = _end_of(self._process.pid)
 
     def send(self, message: bytes) -> None:
         """message: pickled."""
@@ -260,8 +261,15 @@ class Ranks:
             started.set_exception(error)
         else:
             started.set_result(None)
-        while not self._closed.wait(_WATCH_PERIOD_S):
+        ends = [rank.end for rank in self._others if isinstance(rank, Rank) and rank.end is not None]
+        while not self._closed.is_set():
+            if self.lost is None and not self._is_closing:
+                wait(ends, _WATCH_PERIOD_S)  # an end is found at once, also while nothing runs
+            else:
+                self._closed.wait(_WATCH_PERIOD_S)
             self._look()
+        for end in ends:
+            os.close(end)
 
     def _look(self) -> None:
         """Any thread."""
@@ -326,6 +334,14 @@ class LeadingWorker:
         result = getattr(self.worker, name)(argument)
         self._ranks.end()
         return result
+
+
+def _end_of(pid: int) -> int | None:
+    """A descriptor that can be read once the process has ended; None where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
 
 
 def _setup_of(first: RankSetup, number: int) -> RankSetup:

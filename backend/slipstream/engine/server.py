@@ -98,6 +98,8 @@ class GenerateServer:
                 self._handle(kind, payload)
         finally:
             self._is_stopping = True
+            if self._exit_status:
+                self._link.hang_up()
             if self._tracer is not None:
                 self._tracer.close()
         return self._exit_status

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from slipstream.core.errors import CapacityError, EngineError, RequestError, internal_error
 from slipstream.protocol import wire
@@ -52,6 +53,12 @@ class EngineLink:
     def stop_reading(self) -> None:
         """Make `frames` end soon, from another thread; sending still works."""
         self._socket.shutdown(socket.SHUT_RD)
+
+    def hang_up(self) -> None:
+        """Let the backend know that nothing comes any more, once it has read all that was sent. The kernel closes the
+        socket of a process late, after it has taken its memory: until then the backend would send requests."""
+        with suppress(OSError):  # the backend was first
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read_frames(self) -> Iterator[tuple[wire.FrameType, bytes]]:
         buffer = wire.FrameBuffer()
