@@ -1,11 +1,13 @@
 """Grids: the representable values of a quantised weight. Scales are chosen first, then weights are rounded.
 
-A grid rounds some columns of a weight at a time, as GPTQ needs (gptq.py).
+A grid rounds some columns of a weight at a time, as GPTQ needs (gptq.py). Grids of weights of one shape can be stacked:
+all their tensors then have a leading dimension, of experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,8 +19,25 @@ E4M3, E4M3_MAX, INT8_MAX, MAX_CODE, BLOCK = torch.float8_e4m3fn, 448.0, 127, 15,
 
 class Grid(Protocol):
     def nearest(self, columns: Tensor, weight: Tensor) -> Tensor:
-        """weight: [out, n] fp32, which are these columns [n] of the whole -> the nearest values on the grid."""
+        """weight: [out, n] fp32, which are these columns [n] of the whole -> the nearest values on the grid.
+
+        Of a stack weight is [stacked, out, n] and columns [stacked, n]."""
         ...
+
+
+def stacked(grids: Sequence[Grid]) -> Grid:
+    """The grids of weights of one shape as one, in their order."""
+    first = grids[0]
+    tensors = [name for name, value in vars(first).items() if isinstance(value, Tensor)]
+    joined = {name: torch.stack([getattr(grid, name) for grid in grids]) for name in tensors}
+    return replace(first, **joined)  # type: ignore[type-var]
+
+
+def _at(of_groups: Tensor, groups: Tensor) -> Tensor:
+    """of_groups: [..., out, groups]; groups: [n] of each column, of a stack [stacked, n]. Returns [..., out, n]."""
+    if groups.dim() == 1:
+        return of_groups[..., groups]
+    return of_groups.gather(-1, groups[..., None, :].expand(*of_groups.shape[:-1], -1))
 
 
 @dataclass(frozen=True)
@@ -33,11 +52,11 @@ class Int4Grid:
     def codes(self, columns: Tensor, weight: Tensor) -> Tensor:
         """0..15, as fp32."""
         groups = columns // self.group_size
-        return (weight / self.scales[:, groups]).round_().add_(self.zeros[:, groups]).clamp_(0, MAX_CODE)
+        return (weight / _at(self.scales, groups)).round_().add_(_at(self.zeros, groups)).clamp_(0, MAX_CODE)
 
     def nearest(self, columns: Tensor, weight: Tensor) -> Tensor:
         groups = columns // self.group_size
-        return self.codes(columns, weight).sub_(self.zeros[:, groups]).mul_(self.scales[:, groups])
+        return self.codes(columns, weight).sub_(_at(self.zeros, groups)).mul_(_at(self.scales, groups))
 
 
 @dataclass(frozen=True)
@@ -64,10 +83,10 @@ class Fp8Grid:
 
     def codes(self, columns: Tensor, weight: Tensor) -> Tensor:
         """e4m3."""
-        return (weight / self.scales[:, columns // self.width]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        return (weight / _at(self.scales, columns // self.width)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
     def nearest(self, columns: Tensor, weight: Tensor) -> Tensor:
-        return self.codes(columns, weight).float().mul_(self.scales[:, columns // self.width])
+        return self.codes(columns, weight).float().mul_(_at(self.scales, columns // self.width))
 
 
 def int4_grid(

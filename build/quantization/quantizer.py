@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -16,12 +16,13 @@ from tqdm import tqdm
 from quantization.calibration import InputStatistics, LayerWalk, Seen, quantised_linears
 from quantization.folding import InputGroup, expert_of, fold, input_groups, weight_of
 from quantization.gptq import Feedback, round_by_feedback
-from quantization.grids import Grid
+from quantization.grids import Grid, stacked
 from quantization.plan import Plan
 from quantization.scaling import awq_factors, smoothing_factors
 from quantization.storing import stored_tensors
 
 E4M3_MAX = 448.0
+MOST_GRAM_BYTES = 1 << 30  # of the statistics of experts that are rounded at once, in fp64; four such are held
 Stored = Iterator[tuple[str, int, dict[str, Tensor]]]  # (module of the decoder, layer, suffix -> tensor)
 
 
@@ -109,18 +110,22 @@ class Quantizer:
 
     def _round(self, linear: Linear, inputs: Seen | None) -> dict[str, Grid]:
         """Round the linear's weights to grids, one per part. Parts of one input share what GPTQ needs of it."""
-        grids, plan = {}, self._plan_of(linear)
+        plan = self._plan_of(linear)
+        grids: dict[str, Grid] = {}
+        fed: list[_Fed] = []
         for expert, parts in groupby((part for part, _ in linear.spec.parts), expert_of):
-            seen, feedback = None if inputs is None else inputs[expert], None
+            seen, names = None if inputs is None else inputs[expert], list(parts)
+            weights = {part: weight_of(linear, part).float() for part in names}
+            grids |= {part: self._grid(plan, weight, seen) for part, weight in weights.items()}
             if seen is not None and seen.num_tokens and "gptq" in plan.algorithms:
-                feedback = Feedback.of(seen.gram, seen.num_tokens)
-            for part in parts:
-                rows = weight_of(linear, part)
-                weight = rows.float()
-                grid = grids[part] = self._grid(plan, weight, seen)
+                fed.append(_Fed(seen, names))
+                continue
+            for part, weight in weights.items():
                 every = torch.arange(weight.shape[1], device=weight.device)
-                held = round_by_feedback(weight, feedback, grid) if feedback else grid.nearest(every, weight)
-                rows.copy_(held)
+                weight_of(linear, part).copy_(grids[part].nearest(every, weight))
+        at_once = max(1, MOST_GRAM_BYTES // (8 * linear.spec.in_features**2))
+        for first in range(0, len(fed), at_once):
+            _feed_back(linear, fed[first : first + at_once], grids)
         return grids
 
     def _grid(self, plan: Plan, weight: Tensor, inputs: InputStatistics | None) -> Grid:
@@ -139,6 +144,26 @@ class Quantizer:
         weight = grid.nearest(torch.arange(weight.shape[1], device=weight.device), weight)
         head.weights["weight"].copy_(weight)
         return self._stored(head, "lm_head", grid)
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """The parts of a linear that have one input, of experts those of one expert, and what was seen of it."""
+
+    seen: InputStatistics
+    parts: list[str]
+
+
+def _feed_back(linear: Linear, fed: Sequence[_Fed], grids: Mapping[str, Grid]) -> None:
+    """Round by GPTQ, all experts at once: their weights have the same shapes, and steps of many are few launches."""
+    num_rows = torch.tensor([one.seen.num_tokens for one in fed], device=fed[0].seen.gram.device)
+    feedback = Feedback.of(torch.stack([one.seen.gram for one in fed]), num_rows)
+    for parts in zip(*(one.parts for one in fed), strict=True):
+        rows = [weight_of(linear, part) for part in parts]
+        weights = torch.stack(rows).float()
+        held = round_by_feedback(weights, feedback, stacked([grids[part] for part in parts]))
+        for own, values in zip(rows, held, strict=True):
+            own.copy_(values)
 
 
 class _KvRanges:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +20,14 @@ from slipstream.nn.experts import Experts
 from slipstream_kernels import ops
 from stored_experts import ROUTERS, make_mixtral
 from tiny_checkpoints import make_checkpoint
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
-from quantization import scaling
+from quantization import quantizer, scaling
 from quantization.calibration import LayerWalk, load_recorded, quantised_linears
+from quantization.gptq import Feedback, round_by_feedback
+from quantization.grids import Grid, fp8_block_grid, fp8_grid, int4_grid, int8_grid, stacked
 from quantization.text import cut_windows, read_token_ids
 
 needs_library = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors (dev)")
@@ -202,6 +206,54 @@ def test_a_walk_records_what_each_expert_sees(full: Path, monkeypatch: pytest.Mo
             torch.testing.assert_close(statistics.gram, of_expert.t() @ of_expert, rtol=1e-3, atol=1e-3)
             assert statistics.num_tokens == end - start
     assert sum(statistics.num_tokens for statistics in seen[mlp.down]) == 3 * 32 * 2
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "fp8 blocks"])
+def test_experts_that_are_rounded_together_are_what_each_is_alone(kind: str) -> None:
+    """Each has its own order of columns; more of them than GPTQ propagates errors over at once."""
+    torch.manual_seed(1)
+    make: Callable[[Tensor], Grid] = {
+        "int4": lambda weight: int4_grid(weight, 64, True, None, torch.float16),
+        "int8": lambda weight: int8_grid(weight, torch.float16),
+        "fp8": lambda weight: fp8_grid(weight, torch.float16),
+        "fp8 blocks": lambda weight: fp8_block_grid(weight, torch.float32),
+    }[kind]
+    weights, num_rows = torch.randn(3, 48, 256), torch.tensor([300, 40, 1000])
+    inputs = [torch.randn(count, 256) @ torch.randn(256, 256) for count in num_rows.tolist()]
+    grams, grids = [x.t() @ x for x in inputs], [make(weight) for weight in weights]
+    feedback = Feedback.of(torch.stack(grams), num_rows)
+    together = round_by_feedback(weights, feedback, stacked(grids))
+    assert len({tuple(order.tolist()) for order in feedback.order}) == 3
+    for gram, count, weight, grid, found in zip(grams, num_rows, weights, grids, together, strict=True):
+        alone = round_by_feedback(weight, Feedback.of(gram, count), grid)
+        # a product of all may add in another order, and a weight between two values then takes the other one
+        assert (found == alone).double().mean() > 0.999
+        torch.testing.assert_close(grid.nearest(torch.arange(256), found), found)
+
+
+def test_experts_of_a_layer_are_rounded_at_once(
+    full: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate, up and down of all four experts; as many at once as the memory of their statistics allows."""
+    counts, made = [], []
+
+    def count(weight: Tensor, *others: object) -> Tensor:
+        counts[-1].append(len(weight))
+        return round_by_feedback(weight, *others)
+
+    monkeypatch.setattr(quantizer, "round_by_feedback", count)
+    for most in (1 << 30, 3 * 8 * 128**2, 1):
+        monkeypatch.setattr(quantizer, "MOST_GRAM_BYTES", most)
+        counts.append([])
+        arguments = "--method", "a8w8_fp8_wint4", "--algorithm", "gptq", "--group-size", "64"
+        made.append(load_file(quantise(full, text, tmp_path / str(most), *arguments) / "model.safetensors"))
+    attention, num_layers = [1] * 4, 2
+    assert counts[0] == (attention + [4] * 3) * num_layers
+    assert counts[1] == [*attention, 3, 3, 1, 1, 3, 1] * num_layers
+    assert counts[2] == (attention + [1] * 12) * num_layers
+    for name, tensor in made[0].items():
+        for other in made[1:]:
+            assert (tensor.float() == other[name].float()).double().mean() > 0.99, name
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "awq"])

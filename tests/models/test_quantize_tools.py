@@ -132,7 +132,7 @@ def test_feedback_lowers_the_error_of_outputs() -> None:
     weight, mix = torch.randn(48, 128), torch.randn(128, 128)
     x = torch.randn(1000, 128) @ mix
     grid = int4_grid(weight, 64, False, None, torch.float16)
-    feedback = Feedback.of(x.t() @ x, 1000)
+    feedback = Feedback.of(x.t() @ x, torch.tensor(1000))
     rounded, fed = grid.nearest(torch.arange(128), weight), round_by_feedback(weight, feedback, grid)
     torch.testing.assert_close(grid.nearest(torch.arange(128), fed), fed)
     errors = [((held - weight) @ x.t()).square().mean() for held in (rounded, fed)]
@@ -152,7 +152,9 @@ class _HostReads(TorchDispatchMode):
 def test_gptq_reads_no_number_of_a_column_on_the_host() -> None:
     weight, x = torch.randn(8, 64), torch.randn(128, 64)
     with _HostReads() as reads:
-        round_by_feedback(weight, Feedback.of(x.t() @ x, 128), int4_grid(weight, 32, False, None, torch.float32))
+        round_by_feedback(
+            weight, Feedback.of(x.t() @ x, torch.tensor(128)), int4_grid(weight, 32, False, None, torch.float32)
+        )
     assert reads.count < 4
 
 
