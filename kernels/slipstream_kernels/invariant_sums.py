@@ -34,6 +34,8 @@ def invariant_attention_bytes(
     """Most that ops.invariant_attention allocates beside its result, of up to so many tokens."""
     attention = load_module("triton", "attention.invariant_attention")
     queries = attention.BLOCK_M // (num_q_heads // num_kv_heads)
+    if not queries:
+        return 0  # one token's rows fit no tile: the reference serves them
     tiling = queries, num_kv_heads, num_q_heads * _power_of_two(head_dim)
     return _attention_bytes(num_tokens, tiling, num_q_heads, max_seq_len, num_sms, attention.MAX_PARTIAL_BYTES)
 

@@ -121,6 +121,11 @@ def test_attention(
     assert (found > 0) is is_some
 
 
+def test_heads_that_fit_no_tile() -> None:
+    """They are the reference's."""
+    assert ops.invariant_attention_bytes(300, 71, 1, 64, 4000, NUM_SMS) == 0
+
+
 @pytest.mark.parametrize("num_heads", [16, 72, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_latent_attention(num_heads: int, dtype: torch.dtype, allocated: list[int]) -> None:
