@@ -82,7 +82,8 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
     has_stages = parallel.num_stages > 1
     if has_stages and config.speculation.loaded:
         return GraphMemory()  # steps of stages with drafts are not captured
-    sizes = graph_sizes(config.model.cuda_graphs, scheduler.max_num_seqs, hardware.device)
+    wanted, most = config.model.cuda_graphs, scheduler.max_num_seqs
+    sizes = graph_sizes(wanted, most, hardware.device, has_experts=spec.has_experts)
     if not sizes:
         return GraphMemory()
     max_model_len = config.model.max_model_len or spec.max_model_len

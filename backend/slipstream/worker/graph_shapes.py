@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 MAX_DECODE_ROWS = 512
 # Numbers of requests to capture for: at most 16 apart up to 128, 32 up to 256, then 64. A padding row costs little.
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Padding rows choose experts, too, whose weights are read for nobody: of 64, 5 rows of 6 experts each have about 25,
+# and three equal rows of padding add 4.
+SIZES_OF_EXPERTS = tuple(sorted({*DEFAULT_SIZES, 3, 5, 6, 7, 12, 20}))
 # Tokens of the smallest graph for steps with short prompts.
 MIN_PROMPT_TOKENS = 16
 # A larger graph replaces a smaller one if it takes less than this share of its time.
@@ -117,11 +120,13 @@ class GraphShape:
         return step
 
 
-def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
+def graph_sizes(
+    wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None, has_experts: bool = False
+) -> tuple[int, ...]:
     """Numbers of requests to capture for, ascending; none on a CPU. wanted: "auto", "off" or a list like "1,2,4".
 
     refusal: why this model's steps cannot be captured, or None. With one, "auto" gives none and a list raises
-    ConfigError.
+    ConfigError. has_experts: whether the model's layers have.
     """
     if wanted == "off" or device.type != "cuda":
         return ()
@@ -133,7 +138,8 @@ def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: s
     if wanted != "auto":
         return tuple(sorted({int(size) for size in wanted.split(",")}))
     largest = min(max_num_seqs, DEFAULT_SIZES[-1])
-    return (*(size for size in DEFAULT_SIZES if size < largest), largest)
+    sizes = SIZES_OF_EXPERTS if has_experts else DEFAULT_SIZES
+    return (*(size for size in sizes if size < largest), largest)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class ModelRunner:
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         if parallel.num_stages > 1 and config.speculation.loaded:  # the first drafts, but all have the same graphs
             refusal = "the model has several stages, and steps may have drafts"
-        sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
+        sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal, spec.has_experts)
         shapes = graph_shapes(sizes, drafts)
         limits, num_groups = (tables.max_blocks, plan.max_model_len), plan.groups.num_groups
         self._stage: PipelineStage | None = None
