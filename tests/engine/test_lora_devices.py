@@ -38,7 +38,7 @@ def test_ranks_say_what_one_says(
     for parallel in (sizes, None):
         engine = serving(tiny_llama, adapters, parallel, max_loras=2, lora_root=str(tmp_path), lora_cache_bytes=1 << 20)
         num_ranks = 1 if parallel is None else parallel.num_ranks
-        assert len(children_of(os.getpid(), "rank_process")) == num_ranks - 1
+        assert len(children_of(os.getpid(), "rank_main")) == num_ranks - 1
         found = [answers(engine, asked, max_tokens=8)]
         engine.adapters.carry_out(Control(LOAD_LORA, name="later", folder=later.name))
         found.append(answers(engine, [("later", PROMPT), *asked[:2]], max_tokens=8))

@@ -203,7 +203,8 @@ def test_what_a_rank_may_ask() -> None:
     for question in (b'["system", "ls"]', b"[]", b"{}", b"1", b"\x80\x04.", b'["check", 5]', b'["set", "a", "zz"]'):
         one, other, *_ = pair()
         joined = remote_ranks.Joined(1, one, one)
-        rank = remote_ranks.RemoteRank(joined, HashStore(), 30.0, "setup")
+        rank = remote_ranks.RemoteRank(joined, HashStore(), 30.0)
+        rank.begin("setup")
         other.receive(1)
         other.send(question)
         wait_until(lambda rank=rank: bool(rank.loss()), "the rank to be lost")

@@ -161,7 +161,7 @@ def test_a_cancelled_request_leaves_the_stages_to_the_others(llama: Path, prompt
     assert not engine.worker.worker.runner._prompt_logprobs._entries  # type: ignore[attr-defined]
     requests = [engine.submit(Request(list(prompt), replace(GREEDY, max_tokens=60)))[0] for prompt in prompts[4:8]]
     run_steps(engine, told, 5)
-    (stage,) = children_of(os.getpid(), "rank_process")
+    (stage,) = children_of(os.getpid(), "rank_main")
     stage.send_signal(signal.SIGSTOP)
     run_steps(engine, told)
     assert isinstance(engine.error, RankLostError) and "rank 1" in str(engine.error)

@@ -50,7 +50,7 @@ TWO = ParallelConfig(tensor_parallel_size=2)
 
 def ranks() -> list[psutil.Process]:
     """The processes of ranks beside this one."""
-    return children_of(os.getpid(), "rank_process")
+    return children_of(os.getpid(), "rank_main")
 
 
 def make_two(model: Path, folder: Path) -> Engine:
@@ -199,7 +199,7 @@ def test_a_lost_rank_fails_every_request(tiny_llama: Path, prompts: list[list[in
 
 def test_the_end_of_an_idle_rank_is_found_at_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not when ranks are looked at the next time: requests that came before would wait and fail."""
-    monkeypatch.setattr("slipstream.engine.ranks._WATCH_PERIOD_S", 300.0)
+    monkeypatch.setattr("slipstream.engine.rank_processes._WATCH_PERIOD_S", 300.0)
     engine, told = make_engine(tiny_llama, parallel=TWO), threading.Event()
     engine.ranks.on_loss = lambda error: told.set()
     ranks()[0].kill()

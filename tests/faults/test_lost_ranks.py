@@ -23,7 +23,7 @@ LOST = "rank 1 has ended: the model starts again [UNAVAILABLE]"
 
 def ranks_of(server: LlmServer) -> list[psutil.Process]:
     """Processes of ranks that run below the server."""
-    return children_of(server.pid, "rank_process", recursive=True)
+    return children_of(server.pid, "rank_main", recursive=True)
 
 
 def text_of(server: LlmServer, model: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.engine import ranks
+from slipstream.engine import rank_processes
 from slipstream.worker import cuda_graphs, model_runner
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.launched_step import ComputedRows
@@ -67,9 +67,9 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
 def rehearse_graphs_of_ranks(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
     """The same in the processes of the other ranks."""
     rehearse_graphs(monkeypatch, sizes)
-    start, main = ranks._START.split("; from ")
+    start, main = rank_processes._START.split("; from ")
     rehearsal = f"import pytest, rehearsed_graphs as r; r.rehearse_graphs(pytest.MonkeyPatch(), {sizes})"
-    monkeypatch.setattr(ranks, "_START", f"{start}; {rehearsal}; from {main}")
+    monkeypatch.setattr(rank_processes, "_START", f"{start}; {rehearsal}; from {main}")
 
 
 def seconds_of(run: Callable[[], object]) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.setting_values import check_text, parse_json, refuse, shown
 
@@ -108,10 +109,10 @@ def load_classes(text: str, folders: Sequence[str]) -> dict[str, type]:
 
 
 class ServedProcessors:
-    """Those of a model, by name. text, folders: as of load_classes; max_bytes: of a request's arguments as JSON."""
+    """Those of a model, by name. max_bytes: of a request's arguments as JSON."""
 
-    def __init__(self, text: str, folders: Sequence[str], max_bytes: int) -> None:
-        self._classes = load_classes(text, folders)
+    def __init__(self, model: ModelConfig, max_bytes: int) -> None:
+        self._classes = load_classes(model.logits_processors, model.logits_processor_folders)
         self._max_bytes = max_bytes
 
     def check(self, calls: Sequence[ProcessorCall]) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from slipstream.core.admission import check_capacity, check_fits
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import RELOAD, Control
-from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.gauges import record_gauges
 from slipstream.core.generation_config import with_generation_defaults
@@ -37,11 +36,11 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker, steps_in_flight
-from slipstream.engine.grammar_host import GrammarHost
-from slipstream.engine.grammar_messages import Setup
+from slipstream.engine.grammar_host import make_grammar_host
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.kv_events import open_kv_events
+from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
@@ -79,30 +78,35 @@ class Engine:
     error: why the engine is dead, or None. A dead engine has answered all requests and refuses new ones.
     """
 
-    def __init__(self, config: EngineConfig, make_worker: MakeWorker = local_worker) -> None:
+    def __init__(
+        self, config: EngineConfig, make_worker: MakeWorker = local_worker, processes: RankProcesses | None = None
+    ) -> None:
+        """processes: of the other ranks, if they have been started; this ends them if it raises."""
         self.start_up = StartUp()
+        self.ranks = Ranks(config.parallel, processes)
+        try:
+            self._load(config, make_worker)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def _load(self, config: EngineConfig, make_worker: MakeWorker) -> None:
         checkpoint = resolve_checkpoint(config.model.model)
         self.config = config = with_generation_defaults(config, checkpoint)
         self.spec: DecoderSpec = read_spec(checkpoint, config.model.rope_scaling)
         tokenizer_path = resolve_tokenizer(config.model.tokenizer or str(checkpoint))
         self.tokenizer = TextTokenizer.load(tokenizer_path)
-        hardware = resolve_hardware(config, self.spec)
-        self._hardware = hardware
-        named, limit = config.model, config.serving.max_logits_processor_bytes
-        processors = ServedProcessors(named.logits_processors, named.logits_processor_folders, limit)
+        self.start_up.finish("tokenizer")
+        self._hardware = hardware = resolve_hardware(config, self.spec)
+        processors = ServedProcessors(config.model, config.serving.max_logits_processor_bytes)
         self.adapters = Adapters(config.model, self.spec, hardware)
-        self.ranks = Ranks(config, self.spec, hardware)
-        try:
-            self._prepare(hardware, tokenizer_path, make_worker, processors)
-        except BaseException:
-            self.ranks.close()
-            raise
+        self.ranks.meet(config, self.spec, hardware)
+        self.start_up.finish("device and ranks")
+        self._prepare(tokenizer_path, make_worker, processors)
 
-    def _prepare(
-        self, hardware: Hardware, tokenizer_path: Path, make_worker: MakeWorker, processors: ServedProcessors
-    ) -> None:
-        config = self.config
-        self.memory_plan, self.worker = self._load(hardware, make_worker)
+    def _prepare(self, tokenizer_path: Path, make_worker: MakeWorker, processors: ServedProcessors) -> None:
+        config, hardware = self.config, self._hardware
+        self.memory_plan, self.worker = self._load_worker(make_worker)
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
@@ -124,7 +128,9 @@ class Engine:
         self._inputs = StepInputs(self._drafting.proposers, *kinds)
         checks = config.structured_output, self._drafting.resolve, processors.check, config.model.enable_lora
         self._input_processor = InputProcessor(self.spec, self.tokenizer, *checks)
-        self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
+        vocabulary = self.spec.vocab_size, self._input_processor.eos_token_ids
+        host = make_grammar_host(config, tokenizer_path, *vocabulary, has_drafts=not self._drafting.is_empty)
+        self._structured = StructuredOutputs(host, self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)
         self.residency = Residency(config, self.worker, self._forget_computed)
         self._inbox: deque[_Add | _Finish] = deque()
@@ -252,8 +258,8 @@ class Engine:
 
     # ---- parts
 
-    def _load(self, hardware: Hardware, make_worker: MakeWorker) -> tuple[MemoryPlan, Worker]:
-        plan = plan_memory(self.spec, self.config, hardware, self.ranks.free_bytes)
+    def _load_worker(self, make_worker: MakeWorker) -> tuple[MemoryPlan, Worker]:
+        plan = plan_memory(self.spec, self.config, self._hardware, self.ranks.free_bytes)
         for line in str(plan).splitlines():
             logger.info("%s", line)
         self.start_up.finish("plan")
@@ -262,12 +268,6 @@ class Engine:
             return make_worker(self.config, self.spec, hardware, plan, self.tokenizer, self.start_up)
 
         return plan, self.ranks.load(plan, make)
-
-    def _grammar_host(self, tokenizer_path: Path) -> GrammarHost:
-        eos_token_ids, limits = self._input_processor.eos_token_ids, self.config.structured_output
-        setup = Setup(str(tokenizer_path), self.spec.vocab_size, eos_token_ids, limits)
-        num_states = 2 * self.config.scheduler.max_num_seqs
-        return GrammarHost(setup, num_states, 1 if self._drafting.is_empty else 1 + MAX_DRAFT_TOKENS)
 
     def _forget_computed(self) -> None:
         """Before weights go: what they computed is of no use to those that come."""
@@ -363,8 +363,7 @@ class Engine:
             outputs.append(output)
 
     def _measure(self, step: ScheduledStep, start: float) -> None:
-        now = time.monotonic()
-        has_work = self.has_work
+        now, has_work = time.monotonic(), self.has_work
         if step.requests:
             self.stats.observe(Metric.STEP_TIME, now - start)
         self.stats.last_step_time = now if has_work else 0.0
@@ -394,7 +393,6 @@ class Engine:
             self._inbox.clear()
         # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
-        in_step += step.requests
         self._in_flight.clear()
         self._ahead = None
-        end_all([*in_step, *self.scheduler.live_requests, *arriving], error, outputs)
+        end_all([*in_step, *step.requests, *self.scheduler.live_requests, *arriving], error, outputs)

@@ -13,10 +13,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.core.config import EngineConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.grammar_limits import FIELD
 from slipstream.engine.grammar_link import GrammarLink
@@ -324,3 +327,11 @@ class GrammarHost:
         for state in states:
             state.row, state.asked_at, state.is_ready, state.is_open = -1, 0.0, False, False
         self._open([state for state in states if state.error is None and not state.is_terminated])
+
+
+def make_grammar_host(
+    config: EngineConfig, tokenizer_path: Path, vocab_size: int, eos_token_ids: list[int], has_drafts: bool
+) -> GrammarHost:
+    """For two steps of the most sequences. has_drafts: sequences may need masks after each draft, too."""
+    setup = Setup(str(tokenizer_path), vocab_size, eos_token_ids, config.structured_output)
+    return GrammarHost(setup, 2 * config.scheduler.max_num_seqs, 1 + MAX_DRAFT_TOKENS if has_drafts else 1)

@@ -16,6 +16,7 @@ from typing import Protocol
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import parse_config
 from slipstream.core.errors import SlipstreamError
+from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.socket import EngineLink
 from slipstream.protocol import wire
 
@@ -45,13 +46,23 @@ class Server(Protocol):
 def load(link: EngineLink, config: EngineConfig) -> Server:
     """The server of the config's task. Only generating needs torch, which takes seconds to import."""
     if config.task == "generate":
-        from slipstream.engine.placement import placed
-        from slipstream.engine.server import GenerateServer
-
-        return GenerateServer(link, placed(config))
+        return _load_generating(link, config)
     from slipstream.engine.tokenize_server import TokenizeServer
 
     return TokenizeServer(link, config)
+
+
+def _load_generating(link: EngineLink, config: EngineConfig) -> Server:
+    """The other ranks import torch while this process does."""
+    processes = RankProcesses.ahead(config.parallel)
+    try:
+        from slipstream.engine.placement import placed
+        from slipstream.engine.server import GenerateServer
+
+        return GenerateServer(link, placed(config), processes)
+    except BaseException:
+        processes.close()
+        raise
 
 
 def run(link: EngineLink) -> int:

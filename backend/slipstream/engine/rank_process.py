@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.start_up import StartUp
-from slipstream.engine.child_process import end_with
 from slipstream.engine.main import configure_logging
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import Worker
@@ -90,9 +88,7 @@ def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> in
 
 
 def main() -> NoReturn:
-    """Arguments: the socket to the engine, and the engine's process id."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(int(sys.argv[2]))
+    """What rank_main.py goes on with. Argument: the socket to the engine."""
     configure_logging()
     if logging.getLogger().level == logging.INFO:
         logging.getLogger().setLevel(logging.WARNING)  # the first rank says the same
@@ -106,7 +102,3 @@ def main() -> NoReturn:
         status = 0  # the engine is gone
     sys.stderr.flush()
     os._exit(status)  # not through the teardown of the process group, which waits for other ranks
-
-
-if __name__ == "__main__":
-    main()

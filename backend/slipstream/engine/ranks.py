@@ -1,34 +1,29 @@
 """The other ranks of a model that several processes share, as the first one, the engine, has them.
 
-Each is a child process (engine/rank_process.py), or one of another node (engine/remote_ranks.py), that makes every call
-of the worker which LeadingWorker makes. If one ends, stops, or keeps a step waiting for longer than rank_timeout_s, all
-of them are killed, and the engine fails with RankLostError: ranks hold parts of every request, so none can go on alone.
-Engine thread, except where noted.
+Each is a child process (engine/rank_processes.py), or one of another node (engine/remote_ranks.py), that makes every
+call of the worker which LeadingWorker makes. If one ends, stops, or keeps a step waiting for longer than
+rank_timeout_s, all of them are killed, and the engine fails with RankLostError: ranks hold parts of every request, so
+none can go on alone. Engine thread, except where noted.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.engine.rank_process import RankSetup
+from slipstream.engine.rank_processes import RankProcess, RankProcesses
 from slipstream.engine.remote_ranks import Joined, Listener, RemoteRank
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import (
@@ -46,83 +41,9 @@ from slipstream.worker.sample.structured_output import GrammarMasks
 
 logger = logging.getLogger(__name__)
 
-_WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
 _START_TIMEOUT_S = 120.0  # until a process has imported what it needs
-_END_TIMEOUT_S = 5.0
 _FIND_S = 1.0  # after a failure, to find out whether a lost rank is behind it
 FIRST_STAGE_CALLS = ("sample", "result", "draft")  # other stages have no part in what follows the forward pass
-_START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_process import main; main()"
-
-
-class Rank:
-    """The process of one other rank, and the connection to it. The process ends with the thread that makes this."""
-
-    def __init__(self, setup: RankSetup) -> None:
-        self.number = setup.hardware.parallel.number
-        ours, theirs = socket.socketpair()
-        path = [place for place in sys.path if place]  # without the current directory, for safety
-        arguments = [str(theirs.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(path=path), *arguments],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-        )
-        theirs.close()
-        self.connection = Connection(ours.detach())
-        self.send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL))
-        self._was_stopped = False
-        self.end = _end_of(self._process.pid)
-
-    def send(self, message: bytes) -> None:
-        """message: pickled."""
-        self.connection.send_bytes(message)
-
-    def receive(self, kind: str, timeout_s: float | None = None) -> Any:
-        """The value of the next message. Raises EngineError if it is none of this kind."""
-        try:
-            if not self.connection.poll(timeout_s):
-                raise EngineError(f"rank {self.number} has said nothing for {timeout_s:g} s")
-            found, value = self.connection.recv()
-        except (EOFError, OSError):
-            found, value = "failed", "its process has ended; the server's log may say why"
-        if found != kind:
-            raise EngineError(f"rank {self.number}: {value}")
-        return value
-
-    def poll(self, timeout_s: float) -> tuple[str, Any] | None:
-        """The next message, None if there is none, or the process ended without one."""
-        try:
-            return self.connection.recv() if self.connection.poll(timeout_s) else None
-        except (EOFError, OSError):
-            return None
-
-    def loss(self) -> str:
-        """What has become of the process, "" if it runs. Any one thread."""
-        try:
-            options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-            state = os.waitid(os.P_PID, self._process.pid, options)
-        except ChildProcessError:
-            return f"rank {self.number} has ended"
-        if state is None:
-            self._was_stopped = False
-            return ""
-        if state.si_code != os.CLD_STOPPED:
-            return f"rank {self.number} has ended"
-        was_stopped, self._was_stopped = self._was_stopped, True
-        return f"rank {self.number} is stopped" if was_stopped else ""
-
-    def kill(self) -> None:
-        """Any thread."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process: it does so by itself when the connection ends."""
-        self.connection.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 class Ranks:
@@ -131,23 +52,32 @@ class Ranks:
     lost: why the ranks have ended, or None. on_loss: called then, by a thread of its own: the engine's may be stuck.
     """
 
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
-        self._hardware = hardware
-        self._timeout_s, self._node_timeout_s = config.parallel.rank_timeout_s, config.parallel.node_timeout_s
-        self._others: list[Rank | RemoteRank] = []
+    def __init__(self, parallel: ParallelConfig, processes: RankProcesses | None = None) -> None:
+        """processes: of ranks that import already; else they begin now. The caller closes this if its load fails."""
+        self._timeout_s, self._node_timeout_s = parallel.rank_timeout_s, parallel.node_timeout_s
+        self._processes = processes or RankProcesses.ahead(parallel)
+        self._others: list[RankProcess | RemoteRank] = []  # that have been told their part, or are about to be
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.Lock()
         self._is_closing = False
-        self._closed = threading.Event()
         self._busy_since = 0.0  # time.monotonic() of a call that runs
         self.lost: RankLostError | None = None
         self.on_loss: Callable[[RankLostError], None] = lambda error: None
+        self.free_bytes = 0
+
+    def meet(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
+        """Tell the other ranks their parts and connect with them. Raises what makes the load fail."""
+        self._hardware = hardware
         self.free_bytes = free_device_memory(hardware)
         if hardware.parallel.num_ranks > 1:
+            self._processes.start(hardware.parallel.num_local)
+            self._others += self._processes.ranks
+            self._processes.watch(self._look)
+            joined = self._other_nodes(config) if hardware.parallel.num_nodes > 1 else []
             try:
-                self._start(config, spec)
-            except BaseException:
-                self.close()
-                raise
+                self._meet(RankSetup(config, spec, hardware), joined)
+            except Exception as error:
+                raise self._load_failure(error, "memory") from error
 
     def load(self, plan: MemoryPlan, make: Callable[[Hardware], Worker]) -> Worker:
         """The worker that `make` makes here, while the other ranks make theirs. Raises EngineError if one cannot."""
@@ -194,38 +124,34 @@ class Ranks:
             self._is_closing = True
         for rank in self._others:
             rank.close()
-        if self._others:
+        self._processes.close()
+        if self._folder is not None:
             leave(self._hardware.device)
             self._folder.cleanup()
-        self._others = []
-        self._closed.set()
+        self._others, self._folder = [], None
 
     # ---- parts
 
-    def _send(self, message: object, ranks: Sequence[Rank | RemoteRank]) -> None:
+    def _send(self, message: object, ranks: Sequence[RankProcess | RemoteRank]) -> None:
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for rank in ranks:
             rank.send(pickled)
 
-    def _start(self, config: EngineConfig, spec: DecoderSpec) -> None:
-        own = self._hardware
+    def _meet(self, setup: RankSetup, joined: list[Joined]) -> None:
+        own = setup.hardware
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")  # for this user only
-        path = f"{self._folder.name}/store"
-        setup = RankSetup(config, spec, own, path)
-        joined = self._other_nodes(config) if own.parallel.num_nodes > 1 else []
+        setup = replace(setup, store_path=f"{self._folder.name}/store")
         if joined:
             setup = replace(setup, interface=interface_of(joined[0].control.local_address))
-        started: Future[None] = Future()
-        threading.Thread(target=self._watch, args=(setup, joined, started), name="ranks", daemon=True).start()
-        started.result()
-        try:
-            for rank in self._others:
-                rank.receive("hello", _START_TIMEOUT_S)
-            store = file_store(path, own, self.check)
-            self._hardware = join(store, own, config.model.deterministic, setup.interface)
-            found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
-        except Exception as error:
-            raise self._load_failure(error, "memory") from error
+        for one in joined:
+            self._others.append(RemoteRank(one, dist.FileStore(setup.store_path), self._node_timeout_s))
+        for rank in self._others:
+            rank.begin(_setup_of(setup, rank.number))
+        for rank in self._others:
+            rank.receive("hello", _START_TIMEOUT_S)
+        store = file_store(setup.store_path, own, self.check)
+        self._hardware = join(store, own, setup.config.model.deterministic, setup.interface)
+        found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
         self.free_bytes = min(free_device_memory(own), *found)
 
     def _load_failure(self, error: Exception, awaited: str) -> Exception:
@@ -248,45 +174,23 @@ class Ranks:
         finally:
             listener.close()
 
-    def _watch(self, setup: RankSetup, joined: list[Joined], started: Future[None]) -> None:
-        """The thread that starts the other ranks and looks after them: those of this node end with it, so it lives as
-        long as they may."""
-        try:
-            for number in range(1, self._hardware.parallel.num_local):
-                self._others.append(Rank(_setup_of(setup, number)))
-            for one in joined:
-                store = dist.FileStore(setup.store_path)
-                self._others.append(RemoteRank(one, store, self._node_timeout_s, _setup_of(setup, one.number)))
-        except BaseException as error:
-            started.set_exception(error)
-        else:
-            started.set_result(None)
-        ends = [rank.end for rank in self._others if isinstance(rank, Rank) and rank.end is not None]
-        while not self._closed.is_set():
-            if self.lost is None and not self._is_closing:
-                wait(ends, _WATCH_PERIOD_S)  # an end is found at once, also while nothing runs
-            else:
-                self._closed.wait(_WATCH_PERIOD_S)
-            self._look()
-        for end in ends:
-            os.close(end)
-
-    def _look(self) -> None:
-        """Any thread."""
+    def _look(self) -> bool:
+        """Whether ranks are still to be looked after. Any thread."""
         with self._lock:
             if self.lost is not None or self._is_closing:
-                return
+                return False
             reason = next(filter(None, (rank.loss() for rank in self._others)), "")
             busy_since = self._busy_since
             if not reason and busy_since and time.monotonic() - busy_since > self._timeout_s:
                 reason = f"a step has waited for the other ranks for {self._timeout_s:g} s (rank_timeout_s)"
             if not reason:
-                return
+                return True
             self.lost = RankLostError(f"{reason}: the model starts again")
         logger.error("%s", self.lost)
         for rank in self._others:
             rank.kill()
         self.on_loss(self.lost)
+        return False
 
 
 class LeadingWorker:
@@ -334,14 +238,6 @@ class LeadingWorker:
         result = getattr(self.worker, name)(argument)
         self._ranks.end()
         return result
-
-
-def _end_of(pid: int) -> int | None:
-    """A descriptor that can be read once the process has ended; None where the kernel has none."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
 
 
 def _setup_of(first: RankSetup, number: int) -> RankSetup:

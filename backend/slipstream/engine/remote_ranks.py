@@ -41,14 +41,17 @@ class Joined:
 
 
 class RemoteRank:
-    """A rank of another node. See ranks.Rank, whose methods it has."""
+    """A rank of another node. See rank_processes.RankProcess, whose methods it has."""
 
-    def __init__(self, joined: Joined, store: dist.Store, timeout_s: float, setup: object) -> None:
+    def __init__(self, joined: Joined, store: dist.Store, timeout_s: float) -> None:
         self.number = joined.number
         self._steps, self._control = joined.steps, joined.control
         self._store, self._timeout_s = store, timeout_s
         self._loss = ""
         threading.Thread(target=self._answer, name=f"rank {self.number}", daemon=True).start()
+
+    def begin(self, setup: object) -> None:
+        """See RankProcess.begin."""
         self.send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL))
 
     def send(self, message: bytes) -> None:
@@ -59,7 +62,7 @@ class RemoteRank:
             raise
 
     def receive(self, kind: str, timeout_s: float | None = None) -> Any:
-        """See Rank.receive."""
+        """See RankProcess.receive."""
         found = self.poll(timeout_s)
         if found is None:
             reason = self._loss or f"it has said nothing for {timeout_s} s"
@@ -69,7 +72,7 @@ class RemoteRank:
         return found[1]
 
     def poll(self, timeout_s: float | None) -> tuple[str, Any] | None:
-        """See Rank.poll."""
+        """See RankProcess.poll."""
         try:
             if not self._steps.has_data(timeout_s):
                 return None
@@ -83,7 +86,7 @@ class RemoteRank:
             return None
 
     def loss(self) -> str:
-        """See Rank.loss."""
+        """See RankProcess.loss."""
         return self._loss
 
     def kill(self) -> None:

@@ -28,6 +28,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.logits_budget import LogitsBudget
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.prompt_tables import TableBudget
+from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
 from slipstream.engine.residency import allowed_folder
@@ -54,10 +55,11 @@ _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 class GenerateServer:
     """Owns the engine and its threads. `serve` returns the exit status of the process."""
 
-    def __init__(self, link: EngineLink, config: EngineConfig) -> None:
+    def __init__(self, link: EngineLink, config: EngineConfig, processes: RankProcesses | None = None) -> None:
+        """processes: see Engine."""
         self._link = link
         self._tracer = make_request_tracer(config.serving)
-        self._engine = Engine(config)
+        self._engine = Engine(config, processes=processes)
         config = self._engine.config
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)

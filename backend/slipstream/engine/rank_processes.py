@@ -1,0 +1,175 @@
+"""The processes of this machine's other ranks, which the engine starts before it imports torch: all import at once.
+
+Until it is told its part, a rank's process only imports (rank_main.py). Imports no torch. One thread starts and watches
+the processes; engine thread, except where noted.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from slipstream.core.config import ParallelConfig
+from slipstream.core.errors import EngineError
+
+MOST_AHEAD = 8  # ranks of a machine that are started before it is known whether it has a device for each
+_WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
+_END_TIMEOUT_S = 5.0
+_START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_main import main; main()"
+
+
+class RankProcess:
+    """The process of one other rank, and the connection to it. The process ends with the thread that makes this."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        ours, theirs = socket.socketpair()
+        path = [place for place in sys.path if place]  # without the current directory, for safety
+        arguments = [str(theirs.fileno()), str(os.getpid())]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START.format(path=path), *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self._has_part = self._was_stopped = False
+        self.end = _end_of(self._process.pid)
+
+    def begin(self, setup: object) -> None:
+        """Tell it its part, a rank_process.RankSetup. Raises OSError if the process has ended."""
+        self._has_part = True
+        self.send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL))
+
+    def send(self, message: bytes) -> None:
+        """message: pickled."""
+        self.connection.send_bytes(message)
+
+    def receive(self, kind: str, timeout_s: float | None = None) -> Any:
+        """The value of the next message. Raises EngineError if it is none of this kind."""
+        try:
+            if not self.connection.poll(timeout_s):
+                raise EngineError(f"rank {self.number} has said nothing for {timeout_s:g} s")
+            found, value = self.connection.recv()
+        except (EOFError, OSError):
+            found, value = "failed", "its process has ended; the server's log may say why"
+        if found != kind:
+            raise EngineError(f"rank {self.number}: {value}")
+        return value
+
+    def poll(self, timeout_s: float) -> tuple[str, Any] | None:
+        """The next message, None if there is none, or the process ended without one."""
+        try:
+            return self.connection.recv() if self.connection.poll(timeout_s) else None
+        except (EOFError, OSError):
+            return None
+
+    def loss(self) -> str:
+        """What has become of the process, "" if it runs. Any one thread."""
+        try:
+            options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            state = os.waitid(os.P_PID, self._process.pid, options)
+        except ChildProcessError:
+            return f"rank {self.number} has ended"
+        if state is None:
+            self._was_stopped = False
+            return ""
+        if state.si_code != os.CLD_STOPPED:
+            return f"rank {self.number} has ended"
+        was_stopped, self._was_stopped = self._was_stopped, True
+        return f"rank {self.number} is stopped" if was_stopped else ""
+
+    def kill(self) -> None:
+        """Any thread."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process. One that has a part does so by itself when the connection ends; others may be importing."""
+        if not self._has_part:
+            self.kill()
+        self.connection.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class RankProcesses:
+    """Those of this machine beside the engine's, and the thread with which they end."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankProcess] = []
+        self._look: Callable[[], bool] = lambda: False
+        self._thread: threading.Thread | None = None
+        self._watched, self._closed = threading.Event(), threading.Event()
+
+    @classmethod
+    def ahead(cls, parallel: ParallelConfig) -> RankProcesses:
+        """Started already, if the model has several ranks, and not so many here that they may well be refused."""
+        found = cls()
+        if parallel.num_ranks > 1 and parallel.devices_per_node <= MOST_AHEAD:
+            found.start(parallel.devices_per_node)
+        return found
+
+    def start(self, num_local: int) -> None:
+        """Start the ranks from the second on, unless that is done. num_local: ranks of this machine. Raises OSError."""
+        if self._thread is not None:
+            return
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(num_local, started), name="ranks", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def watch(self, look: Callable[[], bool]) -> None:
+        """From now on have the thread call `look` twice a second, and at once when a process has ended, until it says
+        that there is nothing to look after any more."""
+        self._look = look
+        self._watched.set()
+
+    def close(self) -> None:
+        """End them. Any number of times."""
+        self._look = lambda: False
+        for rank in self.ranks:
+            rank.close()
+        self.ranks = []
+        self._closed.set()  # last: the kernel kills those that still run when their thread ends
+        self._watched.set()
+
+    def _run(self, num_local: int, started: Future[None]) -> None:
+        """The thread with which the processes end, so it lives as long as they may."""
+        try:
+            for number in range(1, num_local):
+                self.ranks.append(RankProcess(number))
+        except BaseException as error:
+            self.close()
+            started.set_exception(error)
+            return
+        ends = [rank.end for rank in self.ranks if rank.end is not None]
+        started.set_result(None)
+        self._watched.wait()
+        is_watching = True
+        while not self._closed.is_set():
+            if is_watching:
+                wait(ends, _WATCH_PERIOD_S)  # an end is found at once, also while nothing runs
+            else:
+                self._closed.wait(_WATCH_PERIOD_S)
+            is_watching = self._look()
+        for end in ends:
+            os.close(end)
+
+
+def _end_of(pid: int) -> int | None:
+    """A descriptor that can be read once the process has ended; None where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
