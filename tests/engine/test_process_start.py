@@ -33,6 +33,8 @@ class Started:
 
     events: list[str]
     modules: list[str]
+    collects: bool
+    num_frozen: int
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,8 @@ from slipstream.engine.main import load
 config = {{"model": {str(demo_model)!r}, "device": "cpu", "num_blocks": 64, "tensor_parallel_size": 2}}
 server = load(None, config_from_values(config))
 modules = sorted(sys.modules)
-import json
-print(json.dumps([events, modules]))
+import gc, json
+print(json.dumps([events, modules, gc.isenabled(), gc.get_freeze_count()]))
 server._engine.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
@@ -68,6 +70,10 @@ def test_a_start_imports_no_more_than_it_needs(started: Started) -> None:
     """Neither does a rank, whose modules are some of these."""
     assert "torch" in started.modules and "slipstream.worker.worker" in started.modules
     assert sorted(NOT_AT_START.intersection(started.modules)) == []
+
+
+def test_what_is_imported_is_passed_over_by_the_garbage_collector(started: Started) -> None:
+    assert started.collects and started.num_frozen > 100_000
 
 
 @pytest.fixture
