@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
@@ -18,12 +19,23 @@ class StartUp:
     def __init__(self) -> None:
         self._last = time.monotonic()
         self.seconds: dict[str, float] = {"spawn and imports": _process_age()}
+        self._threads: list[threading.Thread] = []
 
     def finish(self, phase: str) -> None:
         """End `phase`, which began at the last call."""
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
+
+    def beside(self, run: Callable[[], None]) -> None:
+        """Run something on a thread of its own until `join`. If it raises, its traceback is printed, and no more."""
+        self._threads.append(threading.Thread(target=run, name="start-up", daemon=True))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        """Wait for what runs beside the phases."""
+        for thread in self._threads:
+            thread.join()
 
     def log(self) -> None:
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self.seconds.items())

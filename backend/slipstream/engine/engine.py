@@ -48,6 +48,7 @@ from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.first_launch import begin_first_launch
 from slipstream.worker.interface import AheadInput, Worker
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.null_worker import NullWorker
@@ -98,6 +99,7 @@ class Engine:
         self.tokenizer = TextTokenizer.load(tokenizer_path)
         self.start_up.finish("tokenizer")
         self._hardware = hardware = resolve_hardware(config, self.spec)
+        begin_first_launch(hardware.device, self.start_up)
         processors = ServedProcessors(config.model, config.serving.max_logits_processor_bytes)
         self.adapters = Adapters(config.model, self.spec, hardware)
         self.ranks.meet(config, self.spec, hardware)

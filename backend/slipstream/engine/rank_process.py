@@ -18,6 +18,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.start_up import StartUp
 from slipstream.engine.main import configure_logging
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.first_launch import begin_first_launch
 from slipstream.worker.interface import Worker
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
 from slipstream.worker.process_group import LOOPBACK, file_store, join
@@ -49,11 +50,13 @@ class EngineConnection(Protocol):
 def load(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> Worker:
     """Say hello, join, report free memory, receive the plan, load."""
     connection.send(("hello", None))
+    phases = StartUp()
+    begin_first_launch(setup.hardware.device, phases)
     hardware = join(store, setup.hardware, setup.config.model.deterministic, setup.interface)
     connection.send(("memory", free_device_memory(hardware)))
     plan = connection.recv()
     assert isinstance(plan, MemoryPlan)
-    worker = ModelWorker(setup.config, setup.spec, hardware, plan, StartUp())
+    worker = ModelWorker(setup.config, setup.spec, hardware, plan, phases)
     connection.send(("ready", None))
     return worker
 

@@ -69,6 +69,7 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
         _prefer_cublaslt()
     enter_device(device)
     model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
+    phases.join()
     finish_phase(phases, "weights", device)
     return model
 
