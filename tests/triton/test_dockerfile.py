@@ -62,11 +62,11 @@ def test_every_project_command_and_its_options_exist(instructions: Instructions,
         for option in (word for word in arguments if word.startswith("--")):
             assert option in told.stdout, f"{script} has no {option}"
     modules = {words[1] for words in runs if words[0] == "-m"}
-    assert modules == {"venv", "slipstream_kernels.cuda.cutlass", "slipstream_kernels.cuda.build"}
+    assert modules == {"venv", "compileall", "slipstream_kernels.cuda.cutlass", "slipstream_kernels.cuda.build"}
     for module in modules:
         spec = importlib.util.find_spec(module)
         assert spec is not None and spec.origin is not None
-        if module != "venv":
+        if module.startswith("slipstream"):
             assert '__name__ == "__main__"' in Path(spec.origin).read_text(), f"{module} does nothing when run"
 
 
@@ -87,6 +87,13 @@ def test_extras_and_the_default_encoder_are_those_of_the_project(instructions: I
     encoder = re.search(r"--no-deps -c constraints.txt (\S+) ;;", " ".join(arguments_of(instructions, "RUN")))
     assert encoder is not None and encoder.group(1) in makefile
     assert f"{encoder.group(1)}==" in (root / "constraints.txt").read_text()
+
+
+def test_the_modules_are_compiled_where_the_user_may_not_write(instructions: Instructions, root: Path) -> None:
+    """Of all packages that are installed from their sources."""
+    where = re.search(r"where = (\[.*\])", (root / "pyproject.toml").read_text())
+    assert where is not None
+    assert ["python", "-m", "compileall", "-q", *json.loads(where.group(1))] in commands_of(instructions)
 
 
 def test_the_environment_is_first_in_path(instructions: Instructions) -> None:
