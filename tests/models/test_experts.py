@@ -214,9 +214,12 @@ def store_in_orders(path: Path, group_size: int) -> None:
 
 
 def assert_graphs_agree(path: Path, quantization: str) -> None:
+    """Prompts of 64 tokens in all, and three requests: the rows of a graph, so that both run the same kernels. Those of
+    other numbers round otherwise, which this model's texts show."""
+    prompts = [[(11 * place + 7 * step) % 90 + 33 for step in range(size)] for place, size in enumerate((20, 30, 14))]
     texts = []
     for graphs in ("off", "auto"):
         fields = {"device": "cuda", "dtype": "bfloat16", "quantization": quantization, "cuda_graphs": graphs}
         with LLM(str(path), num_blocks=64, max_num_seqs=8, **fields) as llm:
-            texts.append([one.text for one in llm.generate(PROMPTS, PARAMS)])
-    assert texts[0] == texts[1] and all(texts[0])
+            texts.append([one.token_ids for one in llm.generate(prompts, PARAMS)])
+    assert texts[0] == texts[1] and all(len(text) == PARAMS.max_tokens for text in texts[0])
