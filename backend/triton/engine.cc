@@ -9,6 +9,7 @@ namespace {
 constexpr auto kDrainGrace = std::chrono::seconds(2);  // beyond the deadline the engine was given
 constexpr int kTerminateGraceMs = 2000;
 constexpr int kExitGraceMs = 5000;  // between closing its socket and ending, to see how it ended
+constexpr int kExitStepMs = 100;
 constexpr int kHousekeepingMs = 500;
 constexpr auto kLongestSilence = std::chrono::seconds(60);  // a working engine sends metrics four times a second
 
@@ -203,7 +204,9 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
     throw EngineEnded("the engine was stopped: the server is shutting down", "was stopped");
   }
   take_no_more();
-  process.wait_exit(kExitGraceMs);
+  for (int waited = 0; waited < kExitGraceMs && !stop_ && !process.wait_exit(kExitStepMs); waited += kExitStepMs) {
+    answer_overdue();
+  }
   throw EngineEnded(process.describe_end());
 }
 

@@ -106,6 +106,7 @@ class Engine {
     if (std::exchange(link_, nullptr) == nullptr) return;  // it was still loading
     state_ = State::kDown;
     end_for_clients_ = "has ended";
+    metrics_->engine_is_down();
   }
   bool keep_house();
   bool is_given_up();
