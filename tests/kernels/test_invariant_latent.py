@@ -189,7 +189,7 @@ def test_long_contexts_of_some_requests_are_split() -> None:
     assert not invariant_attention.is_split(2, 64 * 512, 1, 132)
 
 
-def testheads_of_a_tile() -> None:
+def test_heads_of_a_tile() -> None:
     assert [triton_latent.heads_of_a_tile(heads, 64) for heads in (1, 16, 20, 64, 72, 128, 67)] == [
         1, 16, 20, 64, 36, 64, 1,
     ]  # fmt: skip

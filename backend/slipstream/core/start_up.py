@@ -43,7 +43,7 @@ class StartUp:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected_imports() -> Iterator[None]:
     """Import without the garbage collector, which would look again and again through modules that live for ever: a
     tenth of the CPU time of importing the engine. What exists afterwards it passes over. For the main of a process."""
     gc.disable()

@@ -16,7 +16,7 @@ from typing import Protocol
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import parse_config
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.start_up import uncollected
+from slipstream.core.start_up import uncollected_imports
 from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.socket import EngineLink
 from slipstream.protocol import wire
@@ -57,7 +57,7 @@ def _load_generating(link: EngineLink, config: EngineConfig) -> Server:
     """The other ranks import torch while this process does."""
     processes = RankProcesses.ahead(config.parallel)
     try:
-        with uncollected():
+        with uncollected_imports():
             from slipstream.engine.placement import placed
             from slipstream.engine.server import GenerateServer
         return GenerateServer(link, placed(config), processes)

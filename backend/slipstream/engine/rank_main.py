@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from slipstream.core.start_up import uncollected
+from slipstream.core.start_up import uncollected_imports
 from slipstream.engine.child_process import end_with
 
 
@@ -14,6 +14,6 @@ def main() -> NoReturn:
     """Arguments: the socket to the engine, and the engine's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(int(sys.argv[2]))
-    with uncollected():
+    with uncollected_imports():
         from slipstream.engine.rank_process import main as serve  # imports torch: only now that the kernel ends it
     serve()

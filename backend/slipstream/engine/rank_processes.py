@@ -144,16 +144,22 @@ class RankProcesses:
         self._closed.set()  # last: the kernel kills those that still run when their thread ends
         self._watched.set()
 
+    def _ends(self) -> list[int]:
+        return [rank.end for rank in self.ranks if rank.end is not None]
+
     def _run(self, num_local: int, started: Future[None]) -> None:
         """The thread with which the processes end, so it lives as long as they may."""
         try:
             for number in range(1, num_local):
                 self.ranks.append(RankProcess(number))
         except BaseException as error:
+            ends = self._ends()
             self.close()
+            for end in ends:
+                os.close(end)
             started.set_exception(error)
             return
-        ends = [rank.end for rank in self.ranks if rank.end is not None]
+        ends = self._ends()
         started.set_result(None)
         self._watched.wait()
         is_watching = True

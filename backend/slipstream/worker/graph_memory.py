@@ -76,8 +76,8 @@ def num_graph_sets(parallel: Parallel) -> int:
 
 
 def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_groups: int = 1) -> GraphMemory:
-    """As the model runner captures them, without graphs of verifications and drafting heads: only the drafters' files
-    say their shapes. Shapes that it drops at start are counted."""
+    """As the model runner captures them, without graphs of verifications and drafting heads, whose shapes only the
+    drafters' files say, and without those of steps with adapters. Shapes that it drops at start are counted."""
     parallel, scheduler = hardware.parallel, config.scheduler
     has_stages = parallel.num_stages > 1
     if has_stages and config.speculation.loaded:

@@ -19,7 +19,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 # Bytes of a tensor up to which each way is the fastest, by number of ranks; above all of them it is NCCL's. Measured
-# with two (docs/measurements/several-gpus.md).
+# with two and four (docs/measurements/several-gpus.md).
 OWN_BYTES = {2: 1 << 20, 3: 1 << 18, 4: 1 << 18}
 OWN_BYTES_BEYOND = 1 << 16
 ONE_SHOT_BYTES = {2: 1 << 19, 3: 1 << 19, 4: 1 << 19}  # each rank reads what all others have; without our kernel

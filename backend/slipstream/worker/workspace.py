@@ -36,7 +36,7 @@ MOST_SMS = 132  # of a Hopper GPU, where none is at hand to ask
 
 def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_groups: int = 1) -> int:
     """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, inputs and outputs of
-    all graphs, weights written out. num_groups: KV groups."""
+    graphs (but see graph_memory), weights written out. num_groups: KV groups."""
     graphs = graph_memory(spec, config, hardware, num_groups)
     most_tokens = config.scheduler.max_num_batched_tokens
     num_tokens = most_tokens + graphs.num_tokens

@@ -20,7 +20,6 @@ from slipstream_kernels.gemm.tuning import H200, Tuning
 
 SOURCE = "sm90_mixed_gemm.cu"
 COLUMNS = (16, 32, 48, 64, 96, 128)  # numbers of tokens of a tile that are compiled; others are rounded up
-MAX_TOKENS = 256  # in two tiles
 WARPGROUPS_M = (1, 2, 4)
 SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which split the input features
 TILE, BLOCK = 16, 128

@@ -21,7 +21,7 @@ from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOK
 from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
-assert COLUMNS[-1] == MAX_SUMMED_ROWS  # the stride of activation sums, kMaxTokens of mixed_gemm_shape.cuh
+assert COLUMNS[-1] == MAX_SUMMED_ROWS  # the stride of activation sums, kSumTokens of mixed_gemm_shape.cuh
 
 
 def refusal(weight: Int4Weight) -> str | None:
