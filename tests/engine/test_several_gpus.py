@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, run_all
+from engine_driver import GREEDY, Told, make_engine, run_all
 from slipstream.core.config import ParallelConfig
 from tiny_model import make_tiny_llama
 
@@ -30,8 +30,8 @@ IN_FP32 = {"dtype": "float32"}
     ids=["fp32", "eager", "", "fp8"],
 )
 def test_several_gpus(options: dict[str, object], cut: str, tmp_path: Path) -> None:
-    """The first tokens' log-probabilities are those of one GPU in fp32. In bf16 this model's differ by 0.6 where sums
-    are rounded otherwise: there, several GPUs repeat themselves."""
+    """In fp32 what one GPU says, to a near tie. In bf16 this model's log-probabilities differ by 0.6 where sums are
+    rounded otherwise: there first tokens are those of one GPU, not all, and several GPUs repeat themselves."""
     if torch.cuda.device_count() < CUTS[cut].num_ranks:
         pytest.skip(f"needs {CUTS[cut].num_ranks} GPUs")
     model = make_tiny_llama(tmp_path, head_dim=64, num_layers=4, hidden_size=256)
@@ -44,6 +44,17 @@ def test_several_gpus(options: dict[str, object], cut: str, tmp_path: Path) -> N
     engine.close()
     assert [found.token_ids for found in once] == [found.token_ids for found in again]
     assert all(len(found.token_ids) == GREEDY.max_tokens for found in once)
+    alone = run_all(make_engine(model, on_gpu, cache), texts, params)
     if on_gpu["dtype"] == "float32":
-        alone = run_all(make_engine(model, on_gpu, cache), texts, params)
-        assert all(abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < 0.05 for a, b in zip(alone, once))
+        for one, several in zip(alone, once):
+            assert_same_to_a_near_tie(one, several)
+    else:  # of the six first tokens five and two are the same on a CPU
+        num_same = sum(one.token_ids[0] == several.token_ids[0] for one, several in zip(alone, once))
+        assert num_same >= (1 if "quantization" in options else 3)
+
+
+def assert_same_to_a_near_tie(one: Told, other: Told) -> None:
+    for place, (token, its) in enumerate(zip(one.token_ids, other.token_ids)):
+        assert abs(one.logprobs[place].logprob - other.logprobs[place].logprob) < 0.02, place
+        if token != its:
+            return
