@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, Told, make_engine, run_all
+from engine_driver import GREEDY, Told, make_engine, run_all, run_twice
+from own_process import in_own_process
 from slipstream.core.config import ParallelConfig
 from tiny_model import make_tiny_llama
 
@@ -39,9 +40,7 @@ def test_several_gpus(options: dict[str, object], cut: str, tmp_path: Path) -> N
     params = replace(GREEDY, logprobs=1)
     on_gpu = {"device": "cuda:0", "dtype": "bfloat16", **options}
     cache = {"block_size": 64, "num_blocks": 128, "enable_prefix_caching": False}  # a hit computes other rows
-    engine = make_engine(model, on_gpu, cache, parallel=CUTS[cut])
-    once, again = (run_all(engine, texts, params) for _ in range(2))
-    engine.close()
+    once, again = in_own_process(run_twice, model, on_gpu, cache, CUTS[cut], texts, params)
     assert [found.token_ids for found in once] == [found.token_ids for found in again]
     assert all(len(found.token_ids) == GREEDY.max_tokens for found in once)
     alone = run_all(make_engine(model, on_gpu, cache), texts, params)

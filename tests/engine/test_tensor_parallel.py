@@ -329,7 +329,7 @@ def test_ranks_agree_on_symmetric_memory(
     failures: tuple[str, str], expected: bool, has_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it fails for one rank, before or while ranks connect, none takes it, and none waits for the other for ever.
-    The same of our own kernel. Two ranks are two threads here."""
+    The same of our own kernel, and of ranks that one process has after others. Two ranks are two threads here."""
     here, both, said = threading.local(), threading.Barrier(2, timeout=30), [True, True]
     own = [False, False]
 
@@ -361,6 +361,10 @@ def test_ranks_agree_on_symmetric_memory(
         return symmetric_sum(rank, 2, torch.float32, torch.device("cpu"), all_agree) is not None
 
     monkeypatch.setattr("slipstream.worker.symmetric_memory.SymmetricSum", Fake)
+    monkeypatch.setattr(symmetric_memory, "_has_met", False)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(found_by, (0, 1))) == [expected, expected]
-    assert own == [has_own, has_own]
+        assert own == [has_own, has_own]
+        assert symmetric_memory._has_met == (failures[0] != "make" != failures[1])
+        monkeypatch.setattr(symmetric_memory, "_has_met", True)
+        assert list(pool.map(found_by, (0, 1))) == [False, False]

@@ -121,3 +121,19 @@ def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams | l
     assert engine.scheduler.cache.num_used_blocks == 0
     assert engine.error is None
     return [told[request] for request in requests]
+
+
+def run_twice(
+    checkpoint: Path,
+    model: dict[str, object],
+    cache: dict[str, object],
+    parallel: ParallelConfig,
+    prompts: list[list[int]],
+    params: SamplingParams,
+) -> list[list[Told]]:
+    """run_all, two times with one new engine."""
+    engine = make_engine(checkpoint, model, cache, parallel=parallel)
+    try:
+        return [run_all(engine, prompts, params) for _ in range(2)]
+    finally:
+        engine.close()

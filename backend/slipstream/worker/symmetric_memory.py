@@ -26,6 +26,9 @@ ONE_SHOT_BYTES = {2: 1 << 19, 3: 1 << 19, 4: 1 << 19}  # each rank reads what al
 ONE_SHOT_BYTES_BEYOND = 1 << 18
 TWO_SHOT_BYTES = 1 << 24  # each rank sums a part, which the others read
 _ALIGNMENT = 16  # bytes that a thread loads
+# A second group of one process has the first one's name, by which PyTorch looks for its ranks where the first had met,
+# for ever.
+_has_met = False
 
 Way = Callable[[Tensor], Tensor]
 
@@ -99,13 +102,15 @@ def symmetric_sum(
     """
     # No sum here needs NVLink's multicast, and setting it up fails where a host's GPUs are lent to several machines.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    found, reason = None, "another rank cannot"
+    global _has_met
+    found, reason = None, "this process has had other ranks" if _has_met else "another rank cannot"
     try:
-        found = SymmetricSum(rank, num_ranks, dtype, device)
+        found = None if _has_met else SymmetricSum(rank, num_ranks, dtype, device)
     except (RuntimeError, ImportError) as error:
         reason = str(error).splitlines()[0]
     is_there = all_agree(found is not None)  # a rank without a buffer would leave the others in `connect`
     if is_there and found is not None:
+        _has_met = True
         try:
             found.connect()
         except RuntimeError as error:
