@@ -137,7 +137,14 @@ def choose(
 
 def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Iterator[Variant]:
     """The variants that can run; arguments as of choose."""
-    columns, token_tiles = tiles_of(num_tokens)
+    return candidates_of(tiles_of(num_tokens), sizes, count_clusters)
+
+
+def candidates_of(
+    tiles: tuple[int, int], sizes: tuple[int, int], count_clusters: Callable[[Variant], int]
+) -> Iterator[Variant]:
+    """Those of such tiles; tiles: of tiles_of."""
+    columns, token_tiles = tiles
     for warpgroups_m, splits in product(WARPGROUPS_M, SPLITS):
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
         at_once = count_clusters(variant)

@@ -7,7 +7,6 @@ workspace outlives a call: CUDA-graph safe, on any stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
 
 import torch
 
@@ -112,10 +111,5 @@ def choose(
 
 def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Iterator[Variant]:
     """The variants that can run; arguments as of choose."""
-    for columns, token_tiles in sorted({tiles_of(num_tokens, most_columns) for most_columns in COLUMNS}):
-        for warpgroups_m, splits in product(mixed_gemm.WARPGROUPS_M, mixed_gemm.SPLITS):
-            variant = Variant(columns, warpgroups_m, splits, token_tiles)
-            at_once = count_clusters(variant)
-            is_in_passes = warpgroups_m == mixed_gemm.WARPGROUPS_M[-1] and splits == 1
-            if fits(sizes, variant, at_once) or (is_in_passes and clusters_along_m(sizes[0], variant, at_once)):
-                yield variant
+    for tiles in sorted({tiles_of(num_tokens, most_columns) for most_columns in COLUMNS}):
+        yield from mixed_gemm.candidates_of(tiles, sizes, count_clusters)
