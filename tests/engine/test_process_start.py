@@ -16,7 +16,7 @@ from engine_peer import TIMEOUT_S, TOKEN, Backend
 from patience import wait_until
 from processes import children_of, only_child, wait_gone
 from slipstream.core.config import ParallelConfig
-from slipstream.engine.rank_processes import MOST_AHEAD, RankProcesses
+from slipstream.engine.rank_processes import MOST_AHEAD, RankProcess, RankProcesses
 from slipstream.protocol.wire import FrameType
 
 # of what lies in an environment beside torch and its needs; each takes 50 ms to some seconds
@@ -137,4 +137,20 @@ def test_more_ranks_than_machines_have_devices_begin_after_the_checks() -> None:
     half = RankProcesses.ahead(ParallelConfig(4, num_nodes=2))
     assert [rank.number for rank in half.ranks] == [1], "those of other nodes are not started here"
     half.close()
+    assert not children_of(psutil.Process().pid, "rank_main")
+
+
+def test_a_rank_that_cannot_be_started_leaves_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(RankProcess):
+        def __init__(self, number: int) -> None:
+            if number == 2:
+                raise OSError("no more processes")
+            super().__init__(number)
+
+    monkeypatch.setattr("slipstream.engine.rank_processes.RankProcess", Failing)
+    num_open = psutil.Process().num_fds()
+    processes = RankProcesses()
+    with pytest.raises(OSError, match="no more processes"):
+        processes.start(3)
+    wait_until(lambda: psutil.Process().num_fds() == num_open, "the descriptors to be closed")
     assert not children_of(psutil.Process().pid, "rank_main")

@@ -144,23 +144,20 @@ class RankProcesses:
         self._closed.set()  # last: the kernel kills those that still run when their thread ends
         self._watched.set()
 
-    def _ends(self) -> list[int]:
-        return [rank.end for rank in self.ranks if rank.end is not None]
-
     def _run(self, num_local: int, started: Future[None]) -> None:
         """The thread with which the processes end, so it lives as long as they may."""
+        ends: list[int] = []
         try:
             for number in range(1, num_local):
-                self.ranks.append(RankProcess(number))
+                rank = RankProcess(number)
+                self.ranks.append(rank)
+                if rank.end is not None:
+                    ends.append(rank.end)
         except BaseException as error:
-            ends = self._ends()
-            self.close()
-            for end in ends:
-                os.close(end)
+            self.close()  # so that nothing is watched below
             started.set_exception(error)
-            return
-        ends = self._ends()
-        started.set_result(None)
+        else:
+            started.set_result(None)
         self._watched.wait()
         is_watching = True
         while not self._closed.is_set():
