@@ -59,8 +59,10 @@ def mixed_gemm_w4a16(
     weight_format = format_of(x.dtype, group_scales.shape[2])
     clusters = clusters_along_m(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant))
     permuted_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_groups = weight_format.groups * (weight.in_features // BLOCK)
-    activation_sums = torch.empty(variant.token_tiles, num_groups, variant.columns, device=x.device)
+    activation_sums = None  # of tiles that scale operands
+    if variant.columns <= SUMS_COLUMNS:
+        num_groups = weight_format.groups * (weight.in_features // BLOCK)
+        activation_sums = torch.empty(variant.token_tiles, num_groups, variant.columns, device=x.device)
     tensors = {
         "x": x,
         "qweight": weight.packed,
