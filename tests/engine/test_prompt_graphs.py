@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, announce, make_engine, model_worker, run_all
+from rank_threads import on_each, parallels
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.parallel import Parallel
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import MAX_TOKENS, PromptShape, prompt_shapes
 from slipstream.worker.input_batch import PendingRows
@@ -100,6 +105,30 @@ def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
         graphs.load(shape, arrays)
         static = graphs._batch(shape, shape.num_logits)
         return runner._run_last(static)[: len(arrays.logits_indices)]
+
+
+@pytest.mark.parametrize(("launch_s", "kept"), [((0.0, 0.05), [1, 1]), ((0.0, 0.0), [0, 0])])
+def test_the_rank_that_launches_last_keeps_a_graph(
+    launch_s: tuple[float, float], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of a rank that launches sooner wait for the others: to it they seem to take long."""
+    here = threading.local()
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        time.sleep(launch_s[here.rank])
+        return batch.positions
+
+    def synchronize() -> None:
+        time.sleep(0.05 - launch_s[here.rank])
+
+    def shapes_of(parallel: Parallel) -> torch.Tensor:
+        here.rank = parallel.rank
+        graphs = StepGraphs([PromptShape(40, 6, 3)], 4, 128, forward, CPU)
+        graphs.keep_launch_bound(parallel.any_of)
+        return torch.tensor(len(graphs.shapes))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert [int(found) for found in on_each(parallels(2), shapes_of)] == kept
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -40,6 +40,9 @@ class ThreadCollectives:
     def decide(self, value: T) -> T:
         return self._all(value)[0]  # type: ignore[return-value]
 
+    def any_of(self, value: bool) -> bool:
+        return any(self._all(value))
+
 
 def parallels(size: int) -> list[Parallel]:
     shared: tuple[list[object], threading.Barrier] = [None] * size, threading.Barrier(size, timeout=TIMEOUT_S)

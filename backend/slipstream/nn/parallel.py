@@ -36,6 +36,10 @@ class Collectives(Protocol):
         """The first rank's value, of any picklable type. Waits for all ranks; not for use in a step."""
         ...
 
+    def any_of(self, value: bool) -> bool:
+        """Whether some rank says so. Waits for all ranks; not for use in a step."""
+        ...
+
 
 class Pipe(Protocol):
     """The way of rows from a stage to the next one, and from the last to the first, between ranks of one place in their
@@ -125,6 +129,10 @@ class Parallel:
     def decide(self, value: T) -> T:
         """The first rank's value: for all that ranks would else measure or choose by themselves."""
         return value if self.num_ranks == 1 else self._others.decide(value)
+
+    def any_of(self, value: bool) -> bool:
+        """Whether some rank says so, of what each has measured."""
+        return value if self.num_ranks == 1 else self._others.any_of(value)
 
     def range_of(self, name: str, total: int, unit: int) -> slice:
         """This rank's range of `total` features, in multiples of `unit`; with fewer units than ranks, ranks share one.

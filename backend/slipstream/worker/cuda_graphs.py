@@ -228,10 +228,11 @@ class StepGraphs(Generic[Shape]):
         for shape in reversed(self._shapes):
             self._forward(self._batch(shape, shape.num_logits))
 
-    def keep_launch_bound(self, decide: Callable[[bool], bool]) -> None:
+    def keep_launch_bound(self, any_of: Callable[[bool], bool]) -> None:
         """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches.
 
-        decide: what the first of several ranks has measured counts for all."""
+        any_of: several ranks wait for each other's sums, so only the one that launches last sees what bounds them all:
+        its word keeps a shape."""
         kept: list[Shape] = []
         for _, group in groupby(self._shapes, lambda shape: shape.num_tokens):
             shapes = list(group)
@@ -242,7 +243,7 @@ class StepGraphs(Generic[Shape]):
             self._forward(self._batch(shapes[0], shapes[0].num_logits))
             launched = time.perf_counter()
             torch.cuda.synchronize()
-            if decide(time.perf_counter() - start > LAUNCH_BOUND * (launched - start)):
+            if not any_of(time.perf_counter() - start <= LAUNCH_BOUND * (launched - start)):
                 break
             kept += shapes
         self._shapes = kept

@@ -355,7 +355,7 @@ class ModelRunner:
             self._graphs.warm_up()
             if self._adapters is not None and self._adapters.graphs is not None:
                 self._adapters.graphs.warm_up()
-            self._prompt_graphs.keep_launch_bound(self._parallel.decide)
+            self._prompt_graphs.keep_launch_bound(self._parallel.any_of)
 
     def _warm_up_drafts(self, drafts: DraftLayout) -> list[ComputedRows]:
         """Compile what steps with drafts run, in CUDA graphs or without. All stages and ranks take part; returns the

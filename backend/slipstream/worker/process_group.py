@@ -75,6 +75,9 @@ class GroupCollectives:
         dist.broadcast_object_list(box, 0, device=HOST)
         return box[0]
 
+    def any_of(self, value: bool) -> bool:
+        return not _all_agree(not value)
+
 
 class WatchedStore(dist.Store):
     """Another store, in which waiting for a key can be interrupted; torch's own keep the interpreter's lock meanwhile.
