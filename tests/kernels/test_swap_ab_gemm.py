@@ -89,6 +89,20 @@ def test_same_bits_in_every_run(weights: str) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("warp", [0, 1, 2, 3])
+def test_a_late_producer_warp_is_waited_for(warp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the third warp of weights has no box of any stage. Two rounds late it would wait for ever."""
+    defines = cuda_cluster.defines
+    monkeypatch.setattr(cuda_cluster, "defines", lambda *kind: (*defines(*kind), f"SLIPSTREAM_LATE_WARP={warp}"))
+    case = draw_case(Case(32, 8192, 4096, "channel", False, torch.bfloat16), torch.device("cuda"))
+    x, case = quantised(case)
+    expected = exact(case)
+    monkeypatch.setattr(cuda_cluster, "choose", lambda *_: swap_ab_choice.Variant(32, 1, 2))
+    y = ops.swap_ab_gemm(x, *case.operands[1:], backend="cuda")
+    assert ((y.double() - expected).abs() <= tolerance(case, expected, "cuda")).all()
+
+
+@needs_hopper
 def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote() -> None:
     assert_chain_in_a_graph_is_right(partial(ops.swap_ab_gemm, backend="cuda"), num_tokens=40, features=1024)
 

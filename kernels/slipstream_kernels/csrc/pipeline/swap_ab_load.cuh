@@ -2,10 +2,17 @@
 //
 // One thread of each of four warps: issuing a copy takes a thread some 50 ns, and five or six copies of a chunk in one
 // thread would be slower than memory. The first thread brings activations and announces all bytes, the others bring weights.
+// A stage is full when all four have arrived, also those that have no box of it: one that nobody waited for could be two
+// rounds late, and would wait for a parity that has come and gone.
 #pragma once
 
 #include "schedule/swap_ab_shape.cuh"
 #include "ptx/dependent_launch.cuh"
+
+// A test names a producer warp that is late (tests/kernels/test_swap_ab_gemm.py).
+#ifndef SLIPSTREAM_LATE_WARP
+#define SLIPSTREAM_LATE_WARP -1
+#endif
 
 namespace slipstream {
 
@@ -38,6 +45,7 @@ struct SwapAbProducer {
   __device__ __forceinline__ void run() const {
     if (warp == 0) await_previous();
     for (Walk walk{work, memory.num_stages}; walk.has_more(); walk.advance()) {
+      if (warp == SLIPSTREAM_LATE_WARP) __nanosleep(20000);
       wait_barrier(memory.empty(walk.state.stage), walk.state.parity ^ 1);   // passes at once in the first round
       if (warp == 0) load_tokens(walk);
       else load_weights(walk);
@@ -57,6 +65,7 @@ struct SwapAbProducer {
     for (; unit < end; ++unit, to += SHAPE::kUnitBytes, turn = next(turn)) {
       if (turn == warp) copy_box(to, &maps.unit, barrier, kReadOnce, x, 0, 0, unit);
     }
+    arrive(barrier);
   }
 
   static __device__ __forceinline__ int next(int turn) { return turn + 1 == SHAPE::kProducerWarps ? 1 : turn + 1; }

@@ -170,7 +170,7 @@ struct SwapAbMemory {
   // By one thread.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < num_stages; ++stage) {
-      init_barrier(full(stage), 1);
+      init_barrier(full(stage), SHAPE::kProducerWarps);
       init_barrier(empty(stage), SHAPE::kConsumerThreads / 32);
     }
     init_barrier(received(), 1);
