@@ -26,6 +26,7 @@ sys.path.insert(0, str(TESTS / "support"))
 from bench_engine import EngineBench  # noqa: E402
 from measures import Record, draw_prompts, emit, numbers, parser_of  # noqa: E402
 from registered_prefix import register_prefix  # noqa: E402
+from slipstream.core.layered_prefill import LayeredPrefill  # noqa: E402
 from slipstream.core.prefill_budget import PrefillBudget, StepPace  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 
@@ -88,17 +89,22 @@ def measure_beside(bench: EngineBench, arguments: argparse.Namespace) -> Iterato
     for seed, (limit, step_ms) in enumerate(settings):
         most = limit or scheduler.config.max_num_batched_tokens
         pace = StepPace(step_ms * 1e-3)
-        scheduler.prefill_budget = PrefillBudget(most, bench.engine.spec.attention_parity, pace)
+        layered = LayeredPrefill(bench.engine.spec.num_layers)
+        scheduler.prefill_budget = PrefillBudget(most, bench.engine.spec.attention_parity, pace, layered=layered)
         [warm] = bench.submit(draw_prompts(bench.shape, 1, min(2048, length), 1000 + seed), 1)
         gaps(bench, streams[0], until=warm)  # what a token takes is known in a server that has served
         quiet = gaps(bench, streams[0], arguments.quiet_steps)
+        [tokens] = draw_prompts(bench.shape, 1, length, 2000 + seed)  # not in the cache
+        if arguments.beside_cached:
+            register_prefix(scheduler.cache, tokens[: arguments.beside_cached])
         start = time.perf_counter()
-        [prompt] = bench.submit(draw_prompts(bench.shape, 1, length, 2000 + seed), 1)  # not in the cache
+        [prompt] = bench.submit([tokens], 1)
         during = gaps(bench, streams[0], until=prompt)
         ttft = time.perf_counter() - start
         assert not streams[0].is_finished, "the streams ended before the prompt: raise --stream-tokens"
         yield {"what": "beside", "streams": arguments.streams, "input_len": length, "limit_tokens": most,
-               "step_ms": step_ms, "steps": len(during), "ttft_ms": round(ttft * 1e3, 1),
+               "cached": prompt.num_cached_tokens, "step_ms": step_ms, "steps": len(during),
+               "ttft_ms": round(ttft * 1e3, 1),
                "quiet_ms": percentiles(quiet), "during_ms": percentiles(during),
                "p99_ratio": round(p99(during) / p99(quiet), 2)}  # fmt: skip
     for stream in streams:
@@ -140,6 +146,7 @@ def main() -> None:
     parser.add_argument("--stream-len", type=int, default=1024, help="tokens of the streams' prompts")
     parser.add_argument("--stream-tokens", type=int, default=30000)
     parser.add_argument("--beside-length", type=int, default=0, help="of the prompt beside them; 0: --length")
+    parser.add_argument("--beside-cached", type=int, default=0, help="of them, registered but never computed")
     parser.add_argument("--quiet-steps", type=int, default=300)
     parser.add_argument("--limits", type=numbers, default=[0], help="values of max_mixed_prefill_tokens")
     step_ms = "values of max_mixed_step_ms: the first with all limits, the others with the first limit"

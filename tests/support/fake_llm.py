@@ -13,6 +13,7 @@ from itertools import accumulate
 from slipstream.core.config import SchedulerConfig
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
+from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import Request
@@ -51,6 +52,7 @@ class FakeLLM:
         self.flights: list[tuple[ScheduledStep, list[list[int]]]] = []  # computed, not committed
         cache = scheduler.cache
         self._slots = [[(0, 0)] * cache.block_size for _ in range(cache.num_blocks)]
+        self._next_layer: int | None = None  # of a chunk that takes several steps
         self.steps: list[ScheduledStep] = []
         self.emitted: dict[int, list[int]] = {}  # sequence_id -> token ids of its StepOutputs
         self.ended: dict[int, int] = {}  # sequence_id -> number of outputs with a finish_reason
@@ -58,6 +60,8 @@ class FakeLLM:
     def step(self) -> list[StepOutput]:
         step = self.scheduler.schedule()
         self.steps.append(step)
+        if step.layered is not None:
+            self._run_layers(step.layered)
         if step.requests:
             self.flights.append((step, [self._run(row) for row in step.rows]))
         outputs: list[StepOutput] = []
@@ -98,6 +102,16 @@ class FakeLLM:
                 return num_steps
             self.step()
         raise AssertionError(f"{self.scheduler.num_running} running, {self.scheduler.num_waiting} waiting at the end")
+
+    def _run_layers(self, chunk: LayeredChunk) -> None:
+        """Layers in order, without a gap; the last one leaves the chunk's tokens in the cache."""
+        request, end, size = chunk.request, chunk.first_token + chunk.num_tokens, self.scheduler.cache.block_size
+        assert chunk.first_layer == (0 if self._next_layer is None else self._next_layer)
+        self._next_layer = chunk.end_layer
+        if request.num_computed_tokens == end:
+            hashes, self._next_layer = prefix_hashes(request.token_ids[:end]), None
+            for position in range(chunk.first_token, end):
+                self._slots[request.block_ids[position // size]][position % size] = (0, hashes[position])
 
     def _run(self, row: ScheduledRequest) -> list[int]:
         request, size = row.request, self.scheduler.cache.block_size

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from statistics import median
 
 from slipstream.core.config import SchedulerConfig
+from slipstream.core.layered_prefill import LEAST_REST, LayeredPrefill
+from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 
 # Chunks of fewer tokens read all weights and keys for a few rows. Of a 32k context 64 rows take longer than 128, which
@@ -29,6 +31,7 @@ PROMPTS_OF_A_STEP, MOST_STEPS = 8, 1.75
 _NUM_STEPS = 15  # with prompts, that count: a few that compile or wait for the host change nothing
 _ENOUGH = 2 / 3  # of them agree that no more tokens fit
 _NUM_QUIET = 5
+_LEAST = 1.0  # weighted tokens: more than none, so that the first prompt of a step gets what it always gets
 # After so many steps with decodes and prompts one has decodes alone: how long these take changes with their contexts.
 _MOST_MIXED = 64
 
@@ -76,8 +79,9 @@ class StepPace:
             return weight * room / added
         return weight * target / (added + self._quiet_s) if quiet_s else weight * room / added
 
-    def note(self, weight: float, has_decodes: bool, seconds: float) -> None:
-        """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them."""
+    def note(self, weight: float, has_decodes: bool, seconds: float, is_layered: bool = False) -> None:
+        """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them. is_layered: it had a chunk of
+        MIN_CHUNK tokens in some layers."""
         if not weight:
             self._quiet.append(seconds)
             self._quiet_s = median(self._quiet)
@@ -85,7 +89,8 @@ class StepPace:
             return
         self._num_mixed += has_decodes
         # Fewer take as long as their launches, and say too little of more: they count until more have been measured.
-        if weight >= MIN_CHUNK or weight > max((known for known, _, _ in self._steps), default=0.0):
+        is_enough = is_layered or weight >= MIN_CHUNK
+        if is_enough or weight > max((known for known, _, _ in self._steps), default=0.0):
             self._steps.append((weight, seconds, self._quiet_s if has_decodes else 0.0))
 
 
@@ -93,7 +98,8 @@ class PrefillBudget:
     """Prompt tokens that a step with decodes may still take; without decodes there is no limit.
 
     limit: tokens without a context; None: no limit. attention_parity: cached tokens at which the attention of a token
-    costs as much as all its products: there a token counts double. pace: bounds them by time as well.
+    costs as much as all its products: there a token counts double. pace: bounds them by time as well. layered: for
+    chunks of which only some layers fit.
     """
 
     def __init__(
@@ -102,22 +108,30 @@ class PrefillBudget:
         attention_parity: float = math.inf,
         pace: StepPace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        layered: LayeredPrefill | None = None,
     ) -> None:
         self._limit = math.inf if limit is None else float(limit)
         self._parity = attention_parity
         self._pace = pace if limit is not None else None
         self._clock = clock
+        self._layered = LayeredPrefill() if layered is None else layered
         self._step = ScheduledStep()
         self._full = self._left = math.inf
         self._last_noted = 0.0
 
     @classmethod
-    def of(cls, config: SchedulerConfig, attention_parity: float = math.inf, is_paced: bool = False) -> PrefillBudget:
+    def of(
+        cls,
+        config: SchedulerConfig,
+        attention_parity: float = math.inf,
+        is_paced: bool = False,
+        layered: LayeredPrefill | None = None,
+    ) -> PrefillBudget:
         """Prompts that must not be split have no limit. is_paced: whether time is a limit without a setting, too."""
         limit = config.max_mixed_prefill_tokens or config.max_num_batched_tokens
         has_pace = is_paced or config.max_mixed_step_ms > 0
         pace = StepPace(config.max_mixed_step_ms * 1e-3) if has_pace else None
-        return cls(limit if config.enable_chunked_prefill else None, attention_parity, pace)
+        return cls(limit if config.enable_chunked_prefill else None, attention_parity, pace, layered=layered)
 
     def begin_step(self, step: ScheduledStep, num_waiting: int = 0) -> None:
         """step: with its decodes. num_waiting: prompts of which nothing is computed yet."""
@@ -125,14 +139,15 @@ class PrefillBudget:
         step.scheduled_at = self._clock()
         self._full = self._limit if step.num_decodes else math.inf
         if self._pace is not None and step.num_decodes:
-            most = max(MIN_CHUNK, self._pace.most_tokens(num_waiting))
+            most = max(_LEAST, self._pace.most_tokens(num_waiting))
             self._full = 0.0 if self._pace.is_quiet_due() else min(self._limit, most)
         self._left = self._full
 
     def take(self, num_computed: int, num_missing: int, budget: int) -> int:
         """How many of a prompt's missing tokens the step computes; 0 if it is full. budget: tokens left in the step.
 
-        The first prompt of a step gets MIN_CHUNK tokens, or the limit if that is less, in any context.
+        The first prompt of a step gets MIN_CHUNK tokens, or the limit if that is less, in any context: where so many do
+        not fit, `take_layers` comes first.
         """
         if not self._full:
             return 0
@@ -148,11 +163,24 @@ class PrefillBudget:
         self._step.prefill_weight += num_new * weight
         return num_new
 
+    def take_layers(self, request: Request, num_missing: int) -> bool:
+        """Give the step some layers of a prompt's shortest chunk, and no more, if the whole chunk does not fit."""
+        weight, num_tokens = 1.0 + request.num_computed_tokens / self._parity, int(min(MIN_CHUNK, self._limit))
+        is_first = 0 < self._left == self._full
+        if not is_first or self._left >= num_tokens * weight or not self._layered.takes(request, num_missing):
+            return False
+        chunk = self._layered.next(request, min(num_tokens, num_missing - LEAST_REST), weight, self._left)
+        self._step.layered = chunk
+        self._step.prefill_weight += chunk.num_tokens * weight * self._layered.share_of(chunk)
+        self._left = 0.0
+        return True
+
     def note_done(self, step: ScheduledStep) -> None:
         """Measure a step whose result has come: since it was scheduled or, if later, the one before it was done."""
         now = self._clock()
         if self._pace is not None and step.requests:
-            self._pace.note(step.prefill_weight, step.num_decodes > 0, now - max(self._last_noted, step.scheduled_at))
+            seconds = now - max(self._last_noted, step.scheduled_at)
+            self._pace.note(step.prefill_weight, step.num_decodes > 0, seconds, step.layered is not None)
         self._last_noted = now
         if step is self._step:
             self._step = ScheduledStep()  # what its requests hold, such as adapters, is free when they have ended

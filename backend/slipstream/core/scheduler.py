@@ -224,6 +224,8 @@ class Scheduler:
         """Continue prompts that earlier steps started; only windowed groups do not have all their blocks yet."""
         for request in prefills:
             num_missing = request.num_tokens - request.num_computed_tokens
+            if self.cache.windows is None and self.prefill_budget.take_layers(request, num_missing):
+                break
             num_new = self.prefill_budget.take(request.num_computed_tokens, num_missing, budget)
             if num_new <= 0:
                 break

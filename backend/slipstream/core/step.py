@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.core.adapters import Adapter
 from slipstream.core.host_cache import BlockCopies
+from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import Request
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ScheduledStep:
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
     adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at: of core/prefill_budget.py.
     run: if its decodes go on alike. grown: of such decodes, all with new blocks since the step before.
+    layered: some layers of a prompt's chunk, whose request is not among `requests` then.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -52,6 +54,7 @@ class ScheduledStep:
     scheduled_at: float = 0.0
     run: DecodeRun | None = None
     grown: list[Request] = field(default_factory=list)
+    layered: LayeredChunk | None = None
     _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod

@@ -26,7 +26,6 @@ from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
-from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.start_up import StartUp
@@ -35,7 +34,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
-from slipstream.engine.executor import MakeWorker, local_worker, steps_in_flight
+from slipstream.engine.executor import MakeWorker, local_worker, make_prefill_budget, steps_in_flight
 from slipstream.engine.grammar_host import make_grammar_host
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
 from slipstream.engine.input_processor import InputProcessor
@@ -117,7 +116,7 @@ class Engine:
         reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
         self._events = open_kv_events(settings, config.parallel.replica.index)
         cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups, self._events)
-        budget = PrefillBudget.of(config.scheduler, self.spec.attention_parity, hardware.device.type == "cuda")
+        budget = make_prefill_budget(config, self.spec, hardware, self.worker.info.drafters)
         num_slots = config.model.max_loras if config.model.enable_lora else 0
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner, budget, num_slots)
         self._num_ahead, self.scheduler.num_microbatches = steps_in_flight(config, hardware)

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.layered_prefill import LayeredPrefill
+from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.start_up import StartUp
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.worker.interface import (
     AheadInput,
+    DrafterInfo,
     DraftInput,
     DraftResult,
     StepInput,
@@ -54,6 +57,16 @@ def steps_in_flight(config: EngineConfig, hardware: Hardware) -> tuple[int, int]
     if num_stages > 1:
         return (0, 1) if wanted == "off" else (num_stages - 1, num_stages)
     return int(hardware.device.type == "cuda" if wanted == "auto" else wanted == "on"), 1
+
+
+def make_prefill_budget(
+    config: EngineConfig, spec: DecoderSpec, hardware: Hardware, drafters: Sequence[DrafterInfo]
+) -> PrefillBudget:
+    """With time as a limit on GPUs. Layered prefill needs all layers in one process, and no drafter that follows the
+    rows of prompts, whose final states it would have to be given."""
+    follows_rows = any(drafter.is_head or drafter.num_scratch_slots for drafter in drafters)
+    layered = LayeredPrefill(0 if follows_rows or hardware.parallel.num_stages > 1 else spec.num_layers)
+    return PrefillBudget.of(config.scheduler, spec.attention_parity, hardware.device.type == "cuda", layered)
 
 
 class SerializedWorker:

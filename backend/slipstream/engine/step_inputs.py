@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from operator import ge
 
+from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.step import ScheduledStep
-from slipstream.worker.interface import AcceptedBranches, NewRequest, StepInput, Updates
+from slipstream.worker.interface import AcceptedBranches, LayeredInput, NewRequest, StepInput, Updates
 
 
 class StepInputs:
@@ -46,7 +47,10 @@ class StepInputs:
     ) -> StepInput:
         requests = step.requests
         new_requests: list[NewRequest] = []
-        block_ids = self._new_blocks(requests if step.run is None else step.grown, new_requests)
+        changed = requests if step.run is None else step.grown
+        if step.layered is not None:
+            changed = [*changed, step.layered.request]
+        block_ids = self._new_blocks(changed, new_requests)
         total_num_drafts = sum(step.num_drafts)
         token_ids, pending = _token_ids(step)
         draft_parents = _draft_parents(step) if total_num_drafts else {}
@@ -72,6 +76,7 @@ class StepInputs:
             waits_for_masks=waits_for_masks,
             adapters=step.adapters,
             accepted=accepted,
+            layered=None if step.layered is None else _layered(step.layered),
         )
 
     def note_accepted(self, step_id: int, step: ScheduledStep, rows: Mapping[int, list[int]]) -> None:
@@ -178,6 +183,12 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
         adapter_slot=request.adapter_slot,
         prompt_rows=request.prompt_rows,
     )
+
+
+def _layered(chunk: LayeredChunk) -> LayeredInput:
+    end = chunk.first_token + chunk.num_tokens
+    token_ids = chunk.request.token_ids[chunk.first_token : end]
+    return LayeredInput(chunk.request.sequence_id, chunk.first_token, token_ids, chunk.first_layer, chunk.end_layer)
 
 
 def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:

@@ -181,6 +181,26 @@ class Decoder:
         hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
         return self.final_norm.add(hidden, residual, PLAIN)[0] if len(hidden) else hidden
 
+    def forward_layers(
+        self,
+        batch: ForwardBatch,
+        kv_caches: Sequence[LayerCache],
+        layers: range,
+        before: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Send tokens that nothing is sampled of through some layers, whose caches gain their keys and values.
+
+        Returns what the next call, with the layers behind these, takes as `before`; None: the first layers. No stages.
+        """
+        hidden, residual = (self.embedding(batch.token_ids), None) if before is None else before
+        steps, end = self._plan(batch), min(layers.stop, len(self.layers) - 1)
+        for index in range(layers.start, end):
+            hidden, residual = self.layers[index](hidden, residual, steps[index], kv_caches[index])
+        if layers.stop > end:  # of the last one only keys and values
+            hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
+        assert residual is not None
+        return hidden, residual
+
     def forward_stage(
         self, hidden: Tensor, batch: ForwardBatch, kv_caches: Sequence[LayerCache], is_last_only: bool
     ) -> Tensor:

@@ -72,6 +72,18 @@ class AcceptedBranches:
 
 
 @dataclass(frozen=True, slots=True)
+class LayeredInput:
+    """Tokens of a prompt, from first_token on, to send through the layers first_layer to end_layer - 1 before a step's
+    own rows. They have gone through those before in earlier steps, without other such tokens between."""
+
+    sequence_id: int
+    first_token: int
+    token_ids: list[int]
+    first_layer: int
+    end_layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step. The last num_drafts of a request's num_scheduled_tokens are drafts to verify.
 
@@ -80,6 +92,7 @@ class StepInput:
     step. draft_methods: heads that draft after this step; kv_update_methods: heads that only update their KV caches.
     waits_for_masks: the step samples only when `Worker.sample` brings the masks. adapters: to be put into slots before.
     accepted: of the tree verifications read since the last message, whose branches are moved before anything else.
+    layered: see LayeredInput.
     """
 
     step_id: int
@@ -100,6 +113,7 @@ class StepInput:
     waits_for_masks: bool = False
     adapters: list[tuple[int, Adapter]] = field(default_factory=list)
     accepted: list[AcceptedBranches] = field(default_factory=list)
+    layered: LayeredInput | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from slipstream.worker.interface import StepInput
 from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
+from slipstream.worker.layered_prefill import LayeredRows
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
@@ -66,7 +67,7 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
     if device.type == "cpu":
         set_threads(config.model.num_threads, hardware.parallel.num_ranks)
     else:
-        _prefer_cublaslt()
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # faster for 17 to 64 rows of 16 bits
     enter_device(device)
     model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     phases.join()
@@ -88,8 +89,7 @@ class ModelRunner:
         drafts: DraftLayout = NO_DRAFTS,
     ) -> None:
         device, spec = hardware.device, model.spec
-        self._model = model
-        self._device = device
+        self._model, self._device = model, device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._parallel = parallel = hardware.parallel
         scales = [layer.attention.kv_scales for layer in model.own_layers]
@@ -103,6 +103,7 @@ class ModelRunner:
             self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
+        self.layered = LayeredRows(model, self._kv_caches, self._builder)
         processors = _processors(config, spec, hardware)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
@@ -122,9 +123,9 @@ class ModelRunner:
             self._stage = PipelineStage(model, pool.layers, parallel, make)
             shapes, sizes = [], ()
         self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups)
+        run = self._run_all if drafts.reads_all_rows else self._run_last
         prompts = prompt_shapes(sizes, self._max_num_tokens)
-        run_prompts = self._run_all if drafts.reads_all_rows else self._run_last
-        self._prompt_graphs = StepGraphs(prompts, *limits, run_prompts, device, num_groups)
+        self._prompt_graphs = StepGraphs(prompts, *limits, run, device, num_groups)
         most = max((shape.num_tokens for shape in shapes), default=0)
         self._adapters: AdapterRows | None = None
         if model.context.lora is not None:
@@ -393,8 +394,3 @@ def enter_device(device: torch.device) -> None:
     """Make the device current for this thread: in a new thread the current device is the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _prefer_cublaslt() -> None:
-    """Use cuBLASLt, which chooses faster kernels for 17 to 64 rows of 16 bits (docs/measurements)."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -96,6 +96,8 @@ class ModelWorker:
         states = self._states.of(step.sequence_ids)
         self._states.count_drawn(step, states)
         tensors = self.runner.build(step, states, self._states.any_prompt_rows)
+        if step.layered is not None:
+            self.runner.layered.run(step.layered)
         hidden = self.runner.forward(tensors)
         running = RunningStep(step, states, tensors, hidden, self._states.any_prompt_logprobs)
         if self.runner.finishes_later:

@@ -1,0 +1,67 @@
+"""Layered prefill: where even the shortest chunk of a prompt would make a step of decodes too long, steps take some of
+its layers each. Engine thread.
+
+Behind a long context a few tokens read all keys of all layers. Their rows wait between steps where the last layers left
+them, so only the time of a step changes, not what is computed. The idea: arXiv:2510.08055.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.core.request import Request
+
+# A prompt's last tokens are an ordinary chunk, which samples: at least and at most so many.
+LEAST_REST, MOST_REST = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredChunk:
+    """Tokens of a prompt, from first_token on, that go through the layers first_layer to end_layer - 1 in this step."""
+
+    request: Request
+    first_token: int
+    num_tokens: int
+    first_layer: int
+    end_layer: int
+
+
+class LayeredPrefill:
+    """The chunk that is underway; one at a time. num_layers: of the model; 0: prompts have no such chunks."""
+
+    def __init__(self, num_layers: int = 0) -> None:
+        self._num_layers = num_layers
+        self._last: LayeredChunk | None = None
+        self._num_preemptions = 0  # of its request, when it began
+
+    def takes(self, request: Request, num_missing: int) -> bool:
+        """Not with an adapter, given embeddings or log-probabilities of the prompt, nor its last tokens."""
+        is_plain = request.adapter is None and request.prompt_rows is None and request.params.prompt_logprobs is None
+        return self._num_layers > 0 and is_plain and num_missing > MOST_REST
+
+    def next(self, request: Request, num_tokens: int, weight: float, most: float) -> LayeredChunk:
+        """Go on with the request's chunk, or begin one of num_tokens. weight: of a token. most: weight that fits.
+
+        A chunk whose request was preempted meanwhile, or went on otherwise, is begun again. With its last layer its
+        tokens count as computed.
+        """
+        last, first_token = self._last, request.num_computed_tokens
+        is_underway = (
+            last is not None
+            and (last.request is request and last.first_token == first_token)
+            and self._num_preemptions == request.num_preemptions
+        )
+        first_layer = last.end_layer if last is not None and is_underway else 0
+        num_tokens = last.num_tokens if last is not None and is_underway else num_tokens
+        num_layers = int(self._num_layers * most / (num_tokens * weight))
+        end_layer = min(first_layer + max(1, num_layers), self._num_layers)
+        chunk = LayeredChunk(request, first_token, num_tokens, first_layer, end_layer)
+        is_whole = end_layer == self._num_layers
+        self._last, self._num_preemptions = None if is_whole else chunk, request.num_preemptions
+        if is_whole:
+            request.num_computed_tokens += num_tokens
+        return chunk
+
+    def share_of(self, chunk: LayeredChunk) -> float:
+        """Of the chunk's work."""
+        return (chunk.end_layer - chunk.first_layer) / self._num_layers

@@ -1,0 +1,157 @@
+"""Prompts whose chunks take several steps, some layers in each, say what prompts of whole chunks say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
+from slipstream.core.config import ParallelConfig
+from slipstream.core.layered_prefill import LayeredPrefill
+from slipstream.core.prefill_budget import PrefillBudget
+from slipstream.core.request import FinishReason, Request
+from slipstream.engine.engine import Engine
+from slipstream.engine.executor import SerializedWorker, local_worker
+from tiny_checkpoints import make_checkpoint
+from tiny_heads import speculation
+from tiny_model import make_tiny_llama, make_tiny_windowed, save_tokenizer
+
+Texts = list[list[int]]
+LIMIT, PARITY = 40, 30.0  # 40 weighted tokens a step: of a chunk of 40 behind 60 others a third of the layers
+LENGTHS = 7, 300, 230
+TEXTS: Texts = [[(5 * step + 3 * place) % 90 + 5 for step in range(length)] for place, length in enumerate(LENGTHS)]
+
+
+def layer_by_layer(engine: Engine) -> list[tuple[int, int]]:
+    """Give the engine a bound that whole chunks pass soon. Returns a list of the layers that its steps will take."""
+    engine.scheduler.prefill_budget = PrefillBudget(LIMIT, PARITY, layered=LayeredPrefill(engine.spec.num_layers))
+    found: list[tuple[int, int]] = []
+    execute = engine.worker.execute
+
+    def counted(step: object) -> None:
+        if step.layered is not None:  # type: ignore[attr-defined]
+            found.append((step.layered.first_layer, step.layered.end_layer))  # type: ignore[attr-defined]
+        execute(step)  # type: ignore[arg-type]
+
+    engine.worker.execute = counted  # type: ignore[method-assign, assignment]
+    return found
+
+
+def run(engine: Engine, texts: Texts = TEXTS) -> list[Told]:
+    """A stream first, then the others beside it."""
+    params, told = replace(GREEDY, max_tokens=200), {}
+    stream, *others = [Request(list(text), params if not place else GREEDY) for place, text in enumerate(texts)]
+    engine.submit(stream)
+    run_steps(engine, told, 3)
+    for other in others:
+        engine.submit(other)
+    run_steps(engine, told)
+    assert engine.scheduler.cache.num_used_blocks == 0 and engine.error is None
+    return [told[request] for request in (stream, *others)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), num_layers=4)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_layered_is_whole(checkpoint: Path, overlap: str) -> None:
+    options = {"scheduler": {"overlap_scheduling": overlap}}
+    expected = run(make_engine(checkpoint, **options))
+    engine = make_engine(checkpoint, **options, make_worker=lambda *args: SerializedWorker(local_worker(*args)))
+    layers = layer_by_layer(engine)
+    assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
+    assert {end - first for first, end in layers} >= {1} and {first for first, _ in layers} >= {0, 1, 2, 3}
+    assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]  # behind cached prefixes
+
+
+@pytest.mark.parametrize("variant", ["deepseek-v3", "qwen3-moe", "windowed"])
+def test_other_layouts(variant: str, tmp_path: Path) -> None:
+    """Latent attention, experts; where layers see windows chunks are whole."""
+    if variant == "windowed":
+        model = make_tiny_windowed(tmp_path)
+    else:
+        model = make_checkpoint(variant, tmp_path, max_position_embeddings=512).path
+        save_tokenizer(model)
+    expected = run(make_engine(model))
+    engine = make_engine(model)
+    layers = layer_by_layer(engine)
+    assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
+    assert bool(layers) == (variant != "windowed")
+
+
+def midway(engine: Engine, told: dict[Request, Told]) -> tuple[Request, Request]:
+    """A stream and a prompt of which a chunk has gone through some layers."""
+    layers = layer_by_layer(engine)
+    params = replace(GREEDY, max_tokens=200)
+    stream, prompt = (Request(list(text), params, handle=handle) for handle, text in enumerate(TEXTS[:2]))
+    engine.submit(stream)
+    run_steps(engine, told, 3)
+    engine.submit(prompt)
+    while not layers or layers[-1][1] == 4:
+        run_steps(engine, told, 1)
+    return stream, prompt
+
+
+def test_a_preempted_prompt_begins_again(checkpoint: Path) -> None:
+    expected = run_all(make_engine(checkpoint), TEXTS[:2], replace(GREEDY, max_tokens=200))
+    engine, told = make_engine(checkpoint), {}
+    requests = midway(engine, told)
+    engine.scheduler._preempt(requests[1])
+    run_steps(engine, told)
+    assert requests[1].num_preemptions == 1
+    assert [told[request].token_ids for request in requests] == [one.token_ids for one in expected]
+
+
+def test_a_cancelled_prompt_leaves_nothing(checkpoint: Path) -> None:
+    engine, told = make_engine(checkpoint), {}
+    stream, prompt = midway(engine, told)
+    engine.cancel(1)
+    run_steps(engine, told)
+    assert told[prompt].finish_reason is FinishReason.CANCELLED and len(told[stream].token_ids) == 200
+    assert engine.scheduler.cache.num_used_blocks == 0
+    expected = run(make_engine(checkpoint))
+    assert [one.token_ids for one in run(engine)] == [one.token_ids for one in expected]
+
+
+def test_two_ranks(checkpoint: Path) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    expected = run(make_engine(checkpoint))
+    engine = make_engine(checkpoint, {"dtype": "float32"}, parallel=parallel)
+    try:
+        layers = layer_by_layer(engine)
+        assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
+        assert layers
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("method", "expected"), [("ngram", 4), ("draft_model", 0), ("medusa", 0), ("mtp", 0)])
+def test_where_drafters_follow_prompts_it_is_off(checkpoint: Path, tmp_path: Path, method: str, expected: int) -> None:
+    """An n-gram proposer reads the text alone."""
+    engine = make_engine(checkpoint, speculation=speculation(method, checkpoint, tmp_path))
+    assert engine.scheduler.prefill_budget._layered._num_layers == expected
+
+
+def test_two_stages_have_none(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, parallel=ParallelConfig(pipeline_parallel_size=2))
+    try:
+        assert engine.scheduler.prefill_budget._layered._num_layers == 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("no_tf32")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path, head_dim=64, num_layers=4)
+    on_gpu = {"device": "cuda", "dtype": "float32", "cuda_graphs": "1,2,4"}
+    expected = run_all(make_engine(model, on_gpu, {"block_size": 16}), TEXTS, GREEDY)
+    engine = make_engine(model, on_gpu, {"block_size": 16})
+    layers = layer_by_layer(engine)
+    found = run(engine)
+    assert [one.token_ids[:24] for one in found] == [one.token_ids for one in expected] and layers
+    assert model_worker(engine).runner.layered._rows is None

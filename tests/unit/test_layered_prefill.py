@@ -1,0 +1,190 @@
+"""core/layered_prefill.py: chunks that are too long for a step of decodes go through some layers in each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fake_llm import FakeLLM, continuation, make_llm, make_request
+from slipstream.core.config import SchedulerConfig
+from slipstream.core.layered_prefill import LEAST_REST, MOST_REST, LayeredChunk, LayeredPrefill
+from slipstream.core.outputs import StepOutput
+from slipstream.core.prefill_budget import MIN_CHUNK, PrefillBudget, StepPace
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.step import ScheduledStep
+
+PARITY, NUM_LAYERS = 1000.0, 8
+
+
+def begin(budget: PrefillBudget, num_decodes: int = 3) -> ScheduledStep:
+    step = ScheduledStep(requests=[make_request(3) for _ in range(num_decodes)])
+    budget.begin_step(step)
+    return step
+
+
+def behind(num_computed: int, num_tokens: int = 10_000) -> Request:
+    request = make_request(num_tokens)
+    request.num_computed_tokens = num_computed
+    return request
+
+
+def budget_of(limit: float) -> PrefillBudget:
+    """Of so many weighted tokens a step."""
+    budget = PrefillBudget(4096, PARITY, layered=LayeredPrefill(NUM_LAYERS))
+    budget._limit = limit
+    return budget
+
+
+def test_layers_that_fit_are_taken_until_the_chunk_is_through() -> None:
+    budget, request = budget_of(400.0), behind(9000)  # 128 tokens weigh 1,280
+    found = []
+    for _ in range(4):
+        step = begin(budget)
+        assert budget.take_layers(request, 1000)
+        assert budget.take(0, 5000, 4096) == 0  # nobody else gets anything
+        found.append(step.layered)
+        assert step.prefill_weight == pytest.approx(1280 * (step.layered.end_layer - step.layered.first_layer) / 8)
+    assert found == [LayeredChunk(request, 9000, MIN_CHUNK, layer, layer + 2) for layer in (0, 2, 4, 6)]
+    assert request.num_computed_tokens == 9000 + MIN_CHUNK
+    assert begin(budget) and budget.take_layers(request, 1000 - MIN_CHUNK)
+    assert budget._step.layered.first_layer == 0 and budget._step.layered.first_token == 9000 + MIN_CHUNK
+
+
+def test_one_layer_fits_always() -> None:
+    budget = budget_of(1.0)
+    step = begin(budget)
+    assert budget.take_layers(behind(9000), 1000)
+    assert (step.layered.first_layer, step.layered.end_layer) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_computed", "num_missing", "num_decodes"),
+    [(1300.0, 9000, 1000, 3), (400.0, 9000, MOST_REST, 3), (400.0, 9000, 1000, 0), (400.0, 0, 1000, 3)],
+    ids=["it fits", "the last tokens", "no decodes", "no context"],
+)
+def test_other_chunks_are_whole(limit: float, num_computed: int, num_missing: int, num_decodes: int) -> None:
+    budget = budget_of(limit)
+    step = begin(budget, num_decodes)
+    assert not budget.take_layers(behind(num_computed), num_missing)
+    assert step.layered is None and budget.take(num_computed, num_missing, 4096) >= min(num_missing, MIN_CHUNK)
+
+
+def test_a_rest_is_left_for_an_ordinary_chunk() -> None:
+    budget, request = budget_of(400.0), behind(9000)
+    step = begin(budget)
+    assert budget.take_layers(request, MOST_REST + 1)
+    assert step.layered.num_tokens == MOST_REST + 1 - LEAST_REST
+
+
+def with_prompt_logprobs(request: Request) -> None:
+    request.params = replace(request.params, prompt_logprobs=1)
+
+
+def with_embeddings(request: Request) -> None:
+    request.prompt_rows = object()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [with_prompt_logprobs, with_embeddings])
+def test_requests_with_more_than_tokens_have_whole_chunks(change: Callable[[Request], None]) -> None:
+    request = behind(9000)
+    budget = budget_of(400.0)
+    begin(budget)
+    change(request)
+    assert not budget.take_layers(request, 1000)
+
+
+def lose_blocks(request: Request) -> None:
+    request.note_preempted()
+    request.num_computed_tokens = 9000  # the same prefix was found again, in other blocks
+
+
+def go_on(request: Request) -> None:
+    request.num_computed_tokens += 40
+
+
+@pytest.mark.parametrize("change", [lose_blocks, go_on])
+def test_a_chunk_of_another_state_begins_again(change: Callable[[Request], None]) -> None:
+    budget, request = budget_of(400.0), behind(9000)
+    begin(budget)
+    assert budget.take_layers(request, 1000)
+    change(request)
+    step = begin(budget)
+    assert budget.take_layers(request, 1000)
+    assert (step.layered.first_token, step.layered.first_layer) == (request.num_computed_tokens, 0)
+
+
+def test_another_request_begins_its_own() -> None:
+    budget, request, other = budget_of(400.0), behind(9000), behind(9000)
+    for place, (one, layer) in enumerate([(request, 0), (other, 0), (other, 2), (request, 0)]):
+        step = begin(budget)
+        assert budget.take_layers(one, 1000)
+        assert (step.layered.request, step.layered.first_layer) == (one, layer), place
+
+
+def test_without_layers_there_are_none() -> None:
+    budget = PrefillBudget.of(SchedulerConfig(max_mixed_prefill_tokens=200), PARITY)
+    begin(budget)
+    assert not budget.take_layers(behind(90_000), 1000)
+
+
+class TimedLLM:
+    """The fake model with a clock: 10 ms for decodes, 20 us for a weighted token."""
+
+    def __init__(self, max_step_s: float, num_ahead: int = 0, num_blocks: int = 3000) -> None:
+        self.llm = make_llm(max_num_batched_tokens=600, num_blocks=num_blocks, max_model_len=9000)
+        self.llm.num_ahead = num_ahead
+        self.now, self.seconds = 0.0, []
+        pace = StepPace(max_step_s)
+        self.budget = PrefillBudget(600, PARITY, pace, clock=lambda: self.now, layered=LayeredPrefill(NUM_LAYERS))
+        self.llm.scheduler.prefill_budget = self.budget
+        commit = self.llm.scheduler.commit
+
+        def slow_commit(step: ScheduledStep, sampled: list[list[int]]) -> list[StepOutput]:
+            self.seconds.append((0.01 if step.num_decodes else 0.0) + 20e-6 * step.prefill_weight)
+            self.now += self.seconds[-1]
+            return commit(step, sampled)
+
+        self.llm.scheduler.commit = slow_commit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_steps_keep_a_bound_that_no_chunk_would(num_ahead: int) -> None:
+    """128 tokens behind 7,000 others take 20 ms; the bound leaves 4 to prompts."""
+    timed = TimedLLM(0.014, num_ahead)
+    llm = timed.llm
+    llm.scheduler.add(stream := make_request(3, 5000))
+    for _ in range(4):
+        llm.step()
+    llm.scheduler.add(prompt := make_request(7000, 4))
+    for _ in range(40):  # the first steps learn what a token takes
+        llm.step()
+    begin_step = len(timed.seconds)
+    while prompt.num_output_tokens == 0:
+        llm.step()
+    assert math.isclose(max(timed.seconds[begin_step:]), 0.014, rel_tol=0.25)
+    assert sum(step.layered is not None for step in llm.steps) > 100
+    assert llm.emitted[prompt.sequence_id] == continuation(prompt.prompt_token_ids, prompt.num_output_tokens)
+    assert all(stream in step.requests for step in llm.steps[2:])
+    llm.run()
+
+
+def test_a_prompt_may_be_cancelled_between_two_layers() -> None:
+    num_cut = 0
+    for num_steps in range(60, 70):
+        llm: FakeLLM = TimedLLM(0.012).llm
+        llm.scheduler.add(make_request(3, 300))
+        for _ in range(4):
+            llm.step()
+        llm.scheduler.add(prompt := make_request(4000, 4))
+        for _ in range(num_steps):
+            llm.step()
+        num_cut += llm._next_layer is not None
+        llm.scheduler.finish(prompt, FinishReason.CANCELLED)
+        llm._next_layer = None
+        llm.scheduler.add(other := make_request(4000, 4))  # begins at its first layer
+        llm.run()
+        assert llm.emitted[other.sequence_id] == continuation(other.prompt_token_ids, 4)
+        assert llm.scheduler.cache.num_used_blocks == 0
+    assert num_cut > 5
