@@ -15,7 +15,8 @@ import bench_long_context
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
     sizes = "--length 600 --streams 3 --stream-len 8 --stream-tokens 400 --quiet-steps 5 --limits 0,64 --batches 1,100"
-    more = "--beside-cached 100 --step-ms 1000000 --max-num-batched-tokens 256 --set device=cpu --set memory_bytes=50000000"
+    more = "--step-ms 1000000 --max-num-batched-tokens 256 --set device=cpu --set memory_bytes=50000000"
+    more += " --beside-cached 100"
     monkeypatch.setattr(sys, "argv", ["bench_long_context.py", *f"--shape demo {sizes} {more} --out {out}".split()])
     bench_long_context.main()
     plan, ttft, tpot, skipped, whole, limited = map(json.loads, out.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What Triton-lang would compile of the kernels of drafts, noted without a GPU: their launches are made and do nothing.
+"""What Triton-lang would compile of kernels of drafts and draws, noted without a GPU: launches are made and do nothing.
 
 A kernel is compiled for each combination of constants, types, integers that are 1 or that 16 divides, and pointers that
 16 divides, but for the arguments that step_kernel exempts.
@@ -25,6 +25,25 @@ OPS = {
     "spec.prepare_draft_inputs": "_level_kernel",
     "kv.compact_kv": "_move_kernel",
 }
+
+# module of the contract -> its functions, and their kernels
+DRAWS = {
+    "sample.penalties": (("apply_penalties", "apply_bias"), ("_count_kernel", "_penalise_kernel", "_bias_kernel")),
+    "sample.logprobs": (("top_logprobs",), ("_logprob_chunk_kernel", "_logprob_row_kernel")),
+}
+
+
+def note_draws(monkeypatch: pytest.MonkeyPatch) -> set[Compiled]:
+    """Likewise of what changes logits and of log-probabilities."""
+    compiled: set[Compiled] = set()
+    for op, (names, kernels) in DRAWS.items():
+        contract, triton_module = importlib.import_module(f"slipstream_kernels.{op}"), load_module("triton", op)
+        for name in kernels:
+            monkeypatch.setattr(triton_module, name, NotingKernel(getattr(triton_module, name), compiled))
+        reference = load_module("reference", op)
+        both = SimpleNamespace(**{name: _in_both(name, triton_module, reference) for name in names})
+        monkeypatch.setattr(contract, "select", lambda *_, both=both: both)
+    return compiled
 
 
 def note_compilations(monkeypatch: pytest.MonkeyPatch) -> set[Compiled]:

@@ -335,8 +335,8 @@ class ModelRunner:
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.
 
-        On a GPU: prompts of the largest step, of medium and of short length (their attention kernels differ), a draw
-        with all filters, then every decode size. On a CPU: one token. NaN weights are refused here, by the logits of
+        On a GPU: prompts of the largest step, of medium and of short length (their attention kernels differ), draws of
+        every kind, then every decode size. On a CPU: one token. NaN weights are refused here, by the logits of
         the first row; dummy weights are not checked.
         """
         checks_weights = config.model.load_format != "dummy"
@@ -346,13 +346,13 @@ class ModelRunner:
             hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
             if hidden is None:
                 continue
-            logits = self._model.logits(hidden[:1])
+            logits = self._model.lm_head(self._model.final(hidden[:1]))
             if checks_weights and not logits.isfinite().all():
                 raise refuse_without_numbers(config.model, self._model.context.dtype)
         if is_gpu and self._stage is not None:
             self._stage.graphs.warm_up()
         if is_gpu and not self._parallel.stage:
-            _draw_once(logits)
+            self._sampler.warm_up(logits, config.serving.max_logprobs)
             self._graphs.warm_up()
             if self._adapters is not None and self._adapters.graphs is not None:
                 self._adapters.graphs.warm_up()
@@ -381,13 +381,6 @@ def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     phases.finish(name)
-
-
-def _draw_once(logits: torch.Tensor) -> None:
-    """Draw with every filter and without any, to compile the sampling kernels."""
-    ops.greedy(logits)
-    one = torch.ones(logits.shape[0], device=logits.device)
-    ops.sample(logits, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
 
 
 def enter_device(device: torch.device) -> None:

@@ -20,6 +20,9 @@ from slipstream.worker.request_state import RequestState
 # rows of prompt logits held at once: 256 x 128k vocabulary x 4 bytes = 128 MiB
 MAX_PROMPT_ROWS = 256
 
+# Numbers of likeliest tokens that are looked for: a kernel is compiled for each, so requests get the next one.
+_WIDTHS = 0, 1, 5, 20, 128
+
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # hidden rows [R, H] -> logits [R, V]
 
 
@@ -37,12 +40,24 @@ def logprob_columns(
 ) -> tuple[torch.Tensor, ...]:
     """Columns for `read_columns`: token ids, logprobs, ranks, the ids and logprobs of the most probable tokens, and the
     logprobs of the tokens asked for ([R, N] int64)."""
-    found = ops.top_logprobs(logits, max_top, token_ids)
+    found = ops.top_logprobs(logits, _width_of(max_top, logits.shape[1]), token_ids)
     columns = (token_ids, found.chosen, found.rank, found.token_ids, found.values)
     if asked is None:
         return columns
     log_normaliser = logits.gather(1, token_ids[:, None]) - found.chosen[:, None]
     return (*columns, logits.gather(1, asked) - log_normaliser)
+
+
+def warm_up_logprobs(logits: torch.Tensor, most: int) -> None:
+    """Compile what up to `most` likeliest tokens take; -1: all. logits: [1, V] fp32."""
+    vocab_size = logits.shape[1]
+    most = vocab_size if most < 0 else most
+    for width in sorted({_width_of(min(asked, most), vocab_size) for asked in _WIDTHS}):
+        ops.top_logprobs(logits, width, torch.zeros(1, dtype=torch.int64, device=logits.device))
+
+
+def _width_of(max_top: int, vocab_size: int) -> int:
+    return min(next((width for width in _WIDTHS if width >= max_top), max_top), vocab_size)
 
 
 def read_columns(

@@ -22,7 +22,7 @@ from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.interface import ProcessorReport
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logit_bias import LogitsProcessors
-from slipstream.worker.sample.logprobs import logprob_columns, read_columns
+from slipstream.worker.sample.logprobs import logprob_columns, read_columns, warm_up_logprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, NamedProcessors
 from slipstream.worker.sample.penalties import Paths, TokenHistory
 from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
@@ -169,6 +169,18 @@ class Sampler:
         logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top, rows.asked_token_ids)
         all_logits = None if rows.logits_rows is None else original[rows.logits_rows]
         return PendingTokens(token_ids, rows.with_logprobs, logprobs, all_logits, report)
+
+    def warm_up(self, logits: torch.Tensor, max_logprobs: int) -> None:
+        """Compile the kernels of whatever requests may ask for: else all would wait for the first one's. logits: [1,
+        vocab] in the model's dtype. max_logprobs: of a request; -1: the vocabulary."""
+        ops.greedy(logits)
+        scores, one = logits.float(), torch.ones(1, device=self._device)
+        ops.greedy(scores)
+        ops.sample(scores, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
+        history, count = one.int()[None], one.int()
+        ops.apply_penalties(scores, history, count, count, repetition=one, presence=one, frequency=one)
+        ops.apply_bias(scores, 0 * one.long(), one.long(), one)
+        warm_up_logprobs(scores, max_logprobs)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
         """`sample` for rows whose requests are all plain."""

@@ -296,7 +296,8 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_d, dtype=torch.float32, device=call.q.device)
-        maxima, normalisers = torch.empty(2, num_rows * num_parts, dtype=torch.float32, device=call.q.device)
+        sizes = num_rows * num_parts  # two tensors: halves of one would begin where 16 bytes do, or not
+        maxima, normalisers = (torch.empty(sizes, dtype=torch.float32, device=call.q.device) for _ in range(2))
     tree_mask, positions = (call.seq_lens, call.seq_lens) if not has_tree else (call.tree_mask, call.positions)
     shape = {
         "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "D": head_dim, "BLOCK_D": block_d, "HAS_TREE": has_tree,

@@ -161,7 +161,8 @@ def invariant_latent_attention(call: LatentCall) -> None:
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_r, dtype=torch.float32, device=call.q.device)
-        maxima, normalisers = torch.empty(2, num_rows * num_parts, dtype=torch.float32, device=call.q.device)
+        sizes = num_rows * num_parts  # two tensors: halves of one would begin where 16 bytes do, or not
+        maxima, normalisers = (torch.empty(sizes, dtype=torch.float32, device=call.q.device) for _ in range(2))
     tree_mask, positions = (call.tree_mask, call.positions) if has_tree else (call.seq_lens, call.seq_lens)
     parts = {"NUM_PARTS": num_parts, "FIRST": FIRST_PART, "PER_LENGTH": PARTS_PER_LENGTH, "HAS_TREE": has_tree}
     _invariant_latent_attention_kernel[(num_tiles, num_groups, num_parts)](

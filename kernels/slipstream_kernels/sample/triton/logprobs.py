@@ -108,9 +108,11 @@ def top_logprobs(
     device = logits.device
     cut = Grouping.of(vocab_size)
     in_kernel = k if k <= MAX_K else 0
-    maxima, sums = torch.empty(2, num_rows, cut.num_chunks, dtype=torch.float32, device=device)
+    # Each a tensor of its own: halves of one would begin at other addresses with an odd number of rows, for which
+    # Triton-lang compiles once more.
+    maxima, sums = (torch.empty(num_rows, cut.num_chunks, dtype=torch.float32, device=device) for _ in range(2))
     num_better = torch.empty(num_rows, cut.num_chunks, dtype=torch.int32, device=device)
-    log_normaliser, logprob = torch.empty(2, num_rows, dtype=torch.float32, device=device)
+    log_normaliser, logprob = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
     rank = torch.empty_like(chosen)
     values = torch.empty(num_rows, in_kernel, dtype=torch.float32, device=device)
     token_ids = torch.empty(num_rows, in_kernel, dtype=torch.int64, device=device)

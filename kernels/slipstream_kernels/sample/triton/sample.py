@@ -243,7 +243,8 @@ def first_pass(
     num_rows, vocab_size = logits.shape
     grouping = Grouping.of(vocab_size)
     is_filtered = any(column is not None for column in filters)
-    maxima, sums = torch.empty(2, num_rows, grouping.num_chunks, dtype=torch.float32, device=logits.device)
+    parts = num_rows, grouping.num_chunks  # each tensor begins where any does, as logprobs.py says
+    maxima, sums = (torch.empty(parts, dtype=torch.float32, device=logits.device) for _ in range(2))
     winners = torch.empty(num_rows, grouping.num_chunks, dtype=torch.int32, device=logits.device)
     left = FirstPass(grouping, maxima, sums, winners, grouping.maxima(logits) if is_filtered else maxima)
     options = (temperature, *filters, seeds, positions, logits.stride(0), vocab_size)
