@@ -42,20 +42,20 @@ def test_layers_that_fit_are_taken_until_the_chunk_is_through() -> None:
     found = []
     for _ in range(4):
         step = begin(budget)
-        assert budget.take_layers(request, 1000)
+        assert budget.take_layers(request, 1000, 4096)
         assert budget.take(0, 5000, 4096) == 0  # nobody else gets anything
         found.append(step.layered)
         assert step.prefill_weight == pytest.approx(1280 * (step.layered.end_layer - step.layered.first_layer) / 8)
     assert found == [LayeredChunk(request, 9000, MIN_CHUNK, layer, layer + 2) for layer in (0, 2, 4, 6)]
     assert request.num_computed_tokens == 9000 + MIN_CHUNK
-    assert begin(budget) and budget.take_layers(request, 1000 - MIN_CHUNK)
+    assert begin(budget) and budget.take_layers(request, 1000 - MIN_CHUNK, 4096)
     assert budget._step.layered.first_layer == 0 and budget._step.layered.first_token == 9000 + MIN_CHUNK
 
 
 def test_one_layer_fits_always() -> None:
     budget = budget_of(1.0)
     step = begin(budget)
-    assert budget.take_layers(behind(9000), 1000)
+    assert budget.take_layers(behind(9000), 1000, 4096)
     assert (step.layered.first_layer, step.layered.end_layer) == (0, 1)
 
 
@@ -67,14 +67,14 @@ def test_one_layer_fits_always() -> None:
 def test_other_chunks_are_whole(limit: float, num_computed: int, num_missing: int, num_decodes: int) -> None:
     budget = budget_of(limit)
     step = begin(budget, num_decodes)
-    assert not budget.take_layers(behind(num_computed), num_missing)
+    assert not budget.take_layers(behind(num_computed), num_missing, 4096)
     assert step.layered is None and budget.take(num_computed, num_missing, 4096) >= min(num_missing, MIN_CHUNK)
 
 
 def test_a_rest_is_left_for_an_ordinary_chunk() -> None:
     budget, request = budget_of(400.0), behind(9000)
     step = begin(budget)
-    assert budget.take_layers(request, MOST_REST + 1)
+    assert budget.take_layers(request, MOST_REST + 1, 4096)
     assert step.layered.num_tokens == MOST_REST + 1 - LEAST_REST
 
 
@@ -92,7 +92,7 @@ def test_requests_with_more_than_tokens_have_whole_chunks(change: Callable[[Requ
     budget = budget_of(400.0)
     begin(budget)
     change(request)
-    assert not budget.take_layers(request, 1000)
+    assert not budget.take_layers(request, 1000, 4096)
 
 
 def lose_blocks(request: Request) -> None:
@@ -108,10 +108,10 @@ def go_on(request: Request) -> None:
 def test_a_chunk_of_another_state_begins_again(change: Callable[[Request], None]) -> None:
     budget, request = budget_of(400.0), behind(9000)
     begin(budget)
-    assert budget.take_layers(request, 1000)
+    assert budget.take_layers(request, 1000, 4096)
     change(request)
     step = begin(budget)
-    assert budget.take_layers(request, 1000)
+    assert budget.take_layers(request, 1000, 4096)
     assert (step.layered.first_token, step.layered.first_layer) == (request.num_computed_tokens, 0)
 
 
@@ -119,14 +119,68 @@ def test_another_request_begins_its_own() -> None:
     budget, request, other = budget_of(400.0), behind(9000), behind(9000)
     for place, (one, layer) in enumerate([(request, 0), (other, 0), (other, 2), (request, 0)]):
         step = begin(budget)
-        assert budget.take_layers(one, 1000)
+        assert budget.take_layers(one, 1000, 4096)
         assert (step.layered.request, step.layered.first_layer) == (one, layer), place
 
 
 def test_without_layers_there_are_none() -> None:
     budget = PrefillBudget.of(SchedulerConfig(max_mixed_prefill_tokens=200), PARITY)
     begin(budget)
-    assert not budget.take_layers(behind(90_000), 1000)
+    assert not budget.take_layers(behind(90_000), 1000, 4096)
+
+
+def test_what_is_underway_goes_on_first() -> None:
+    """Even if a whole chunk would fit by now, and not behind a chunk of another prompt."""
+    budget, request = budget_of(400.0), behind(9000)
+    begin(budget)
+    assert budget.take_layers(request, 1000, 4096)
+    step = begin(budget)
+    assert budget.take(0, 100, 4096) == 100  # a more urgent one's
+    assert budget.take_layers(request, 1000, 4096) and step.layered is None
+    budget._limit = 4096.0
+    step = begin(budget)
+    assert budget.take_layers(request, 1000, 4096)
+    assert (step.layered.first_layer, step.layered.end_layer) == (2, NUM_LAYERS)
+
+
+def test_a_chunk_is_no_longer_than_what_is_left_of_the_step() -> None:
+    budget = budget_of(40.0)
+    step = begin(budget)
+    assert budget.take_layers(behind(9000), 1000, 16)
+    assert step.layered.num_tokens == 16
+
+
+def paced(max_step_s: float) -> PrefillBudget:
+    """In which decodes alone take longer than the step may."""
+    pace = StepPace(max_step_s)
+    for _ in range(5):
+        pace.note(0.0, True, 0.05)
+        pace.note(1000.0, True, 0.1)
+    return PrefillBudget(4096, PARITY, pace, layered=LayeredPrefill(32))
+
+
+def test_short_contexts_keep_the_least_chunk() -> None:
+    budget = paced(0.01)
+    begin(budget)
+    assert not budget.take_layers(behind(PARITY - 1), 1000, 4096)
+    assert [budget.take(0, 8, 4096) for _ in range(20)] == [8] * 16 + [0] * 4
+
+
+@pytest.mark.parametrize(("max_step_s", "expected"), [(0.01, 1), (0.0, 4)])
+def test_a_bound_that_is_set_holds_and_another_leaves_an_eighth(max_step_s: float, expected: int) -> None:
+    budget = paced(max_step_s)
+    budget._pace._quiet_s, budget._pace._steps[0] = 0.001, (1000.0, 5.0, 0.001)
+    budget._pace._steps = type(budget._pace._steps)([(1.0, 5.0, 0.001)] * 15)
+    step = begin(budget)
+    assert budget.take_layers(behind(9000), 1000, 4096)
+    assert step.layered.end_layer == expected
+
+
+def test_decodes_are_measured_soon_where_nothing_fits() -> None:
+    pace = paced(0.01)._pace
+    for _ in range(8):
+        pace.note(100.0, True, 0.1, is_layered=True)
+    assert not pace.is_quiet_due(1000.0) and pace.is_quiet_due(5.0) and not pace.is_quiet_due(5.0)
 
 
 class TimedLLM:
@@ -168,6 +222,26 @@ def test_steps_keep_a_bound_that_no_chunk_would(num_ahead: int) -> None:
     assert llm.emitted[prompt.sequence_id] == continuation(prompt.prompt_token_ids, prompt.num_output_tokens)
     assert all(stream in step.requests for step in llm.steps[2:])
     llm.run()
+
+
+def test_what_layers_have_computed_is_shared() -> None:
+    """A prompt that is cancelled, or another with the same beginning, finds its blocks."""
+    llm = TimedLLM(0.012).llm
+    llm.scheduler.add(make_request(3, 3000))
+    for _ in range(4):
+        llm.step()
+    llm.scheduler.add(prompt := make_request(4000, 4))
+    while prompt.num_computed_tokens < 3000:
+        llm.step()
+    llm.step()
+    computed, size = prompt.num_computed_tokens, llm.scheduler.cache.block_size
+    llm.scheduler.finish(prompt, FinishReason.CANCELLED)
+    llm._next_layer = None
+    llm.scheduler.add(again := Request(list(prompt.prompt_token_ids), prompt.params))
+    while again.num_output_tokens == 0:
+        llm.step()
+    assert computed - size < again.num_cached_tokens <= computed
+    assert llm.emitted[again.sequence_id] == continuation(again.prompt_token_ids, again.num_output_tokens)
 
 
 def test_a_prompt_may_be_cancelled_between_two_layers() -> None:

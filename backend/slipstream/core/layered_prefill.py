@@ -39,23 +39,23 @@ class LayeredPrefill:
         is_plain = request.adapter is None and request.prompt_rows is None and request.params.prompt_logprobs is None
         return self._num_layers > 0 and is_plain and num_missing > MOST_REST
 
-    def next(self, request: Request, num_tokens: int, weight: float, most: float) -> LayeredChunk:
-        """Go on with the request's chunk, or begin one of num_tokens. weight: of a token. most: weight that fits.
+    def is_underway(self, request: Request) -> bool:
+        """Not if the request was preempted meanwhile, or has gone on otherwise."""
+        last = self._last
+        if last is None or last.request is not request:
+            return False
+        is_same = last.first_token == request.num_computed_tokens
+        return is_same and self._num_preemptions == request.num_preemptions
 
-        A chunk whose request was preempted meanwhile, or went on otherwise, is begun again. With its last layer its
-        tokens count as computed.
-        """
-        last, first_token = self._last, request.num_computed_tokens
-        is_underway = (
-            last is not None
-            and (last.request is request and last.first_token == first_token)
-            and self._num_preemptions == request.num_preemptions
-        )
-        first_layer = last.end_layer if last is not None and is_underway else 0
-        num_tokens = last.num_tokens if last is not None and is_underway else num_tokens
-        num_layers = int(self._num_layers * most / (num_tokens * weight))
-        end_layer = min(first_layer + max(1, num_layers), self._num_layers)
-        chunk = LayeredChunk(request, first_token, num_tokens, first_layer, end_layer)
+    def next(self, request: Request, num_tokens: int, weight: float, most: float) -> LayeredChunk:
+        """Go on with the request's chunk, or begin one of num_tokens. weight: of a token. most: weight that fits; one
+        layer does always. With its last layer the chunk's tokens count as computed."""
+        first_layer = 0
+        if self._last is not None and self.is_underway(request):
+            num_tokens, first_layer = self._last.num_tokens, self._last.end_layer
+        num_layers = max(1, int(self._num_layers * most / (num_tokens * weight)))
+        end_layer = min(first_layer + num_layers, self._num_layers)
+        chunk = LayeredChunk(request, request.num_computed_tokens, num_tokens, first_layer, end_layer)
         is_whole = end_layer == self._num_layers
         self._last, self._num_preemptions = None if is_whole else chunk, request.num_preemptions
         if is_whole:

@@ -31,9 +31,14 @@ PROMPTS_OF_A_STEP, MOST_STEPS = 8, 1.75
 _NUM_STEPS = 15  # with prompts, that count: a few that compile or wait for the host change nothing
 _ENOUGH = 2 / 3  # of them agree that no more tokens fit
 _NUM_QUIET = 5
-_LEAST = 1.0  # weighted tokens: more than none, so that the first prompt of a step gets what it always gets
 # After so many steps with decodes and prompts one has decodes alone: how long these take changes with their contexts.
 _MOST_MIXED = 64
+# Likewise, where hardly any token seems to fit: perhaps decodes alone take longer than when they were measured last.
+_MOST_MIXED_OF_FULL = 8
+# Chunks are cut by layers where a token's weight is at least this: without a context MIN_CHUNK tokens are cheap.
+_DEAR = 2.0
+# Of the layers of such a chunk, what a step takes at least if nobody has set a bound of time.
+_LEAST_SHARE = 1 / 8
 
 
 class StepPace:
@@ -55,9 +60,15 @@ class StepPace:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_NUM_STEPS)
         self._num_mixed = 0  # steps with decodes and prompts since one of decodes alone
 
-    def is_quiet_due(self) -> bool:
-        """Whether the next step should have decodes alone, to be measured; asks for one, not for several in a row."""
-        is_due = self._num_mixed >= _MOST_MIXED
+    @property
+    def is_set(self) -> bool:
+        return self._max_step_s > 0
+
+    def is_quiet_due(self, most_tokens: float) -> bool:
+        """Whether the next step should have decodes alone, to be measured; asks for one, not for several in a row.
+
+        most_tokens: that fit otherwise."""
+        is_due = self._num_mixed >= (_MOST_MIXED if most_tokens >= MIN_CHUNK else _MOST_MIXED_OF_FULL)
         if is_due:
             self._num_mixed = 0
         return is_due
@@ -80,8 +91,8 @@ class StepPace:
         return weight * target / (added + self._quiet_s) if quiet_s else weight * room / added
 
     def note(self, weight: float, has_decodes: bool, seconds: float, is_layered: bool = False) -> None:
-        """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them. is_layered: it had a chunk of
-        MIN_CHUNK tokens in some layers."""
+        """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them. is_layered: of some layers of a
+        chunk, which are few but no short chunk."""
         if not weight:
             self._quiet.append(seconds)
             self._quiet_s = median(self._quiet)
@@ -116,7 +127,7 @@ class PrefillBudget:
         self._clock = clock
         self._layered = LayeredPrefill() if layered is None else layered
         self._step = ScheduledStep()
-        self._full = self._left = math.inf
+        self._full = self._left = self._for_layers = math.inf
         self._last_noted = 0.0
 
     @classmethod
@@ -137,10 +148,12 @@ class PrefillBudget:
         """step: with its decodes. num_waiting: prompts of which nothing is computed yet."""
         self._step, step.num_decodes = step, len(step.requests)
         step.scheduled_at = self._clock()
-        self._full = self._limit if step.num_decodes else math.inf
+        self._full = self._for_layers = self._limit if step.num_decodes else math.inf
         if self._pace is not None and step.num_decodes:
-            most = max(_LEAST, self._pace.most_tokens(num_waiting))
-            self._full = 0.0 if self._pace.is_quiet_due() else min(self._limit, most)
+            most = self._pace.most_tokens(num_waiting)
+            is_quiet = self._pace.is_quiet_due(most)
+            self._full = 0.0 if is_quiet else min(self._limit, max(MIN_CHUNK, most))
+            self._for_layers = min(self._limit, most)
         self._left = self._full
 
     def take(self, num_computed: int, num_missing: int, budget: int) -> int:
@@ -163,15 +176,23 @@ class PrefillBudget:
         self._step.prefill_weight += num_new * weight
         return num_new
 
-    def take_layers(self, request: Request, num_missing: int) -> bool:
-        """Give the step some layers of a prompt's shortest chunk, and no more, if the whole chunk does not fit."""
-        weight, num_tokens = 1.0 + request.num_computed_tokens / self._parity, int(min(MIN_CHUNK, self._limit))
-        is_first = 0 < self._left == self._full
-        if not is_first or self._left >= num_tokens * weight or not self._layered.takes(request, num_missing):
+    def take_layers(self, request: Request, num_missing: int, budget: int) -> bool:
+        """Give the step some layers of a prompt's shortest chunk if the whole chunk does not fit.
+
+        True: the step takes no more of prompts. Of a chunk that is underway it takes nothing behind another prompt's."""
+        weight, is_first = 1.0 + request.num_computed_tokens / self._parity, self._left == self._full
+        is_underway, num_tokens = self._layered.is_underway(request), int(min(MIN_CHUNK, self._limit, budget))
+        if budget <= 0 or not 0 < self._full < math.inf or not (is_first or is_underway):
             return False
-        chunk = self._layered.next(request, min(num_tokens, num_missing - LEAST_REST), weight, self._left)
-        self._step.layered = chunk
-        self._step.prefill_weight += chunk.num_tokens * weight * self._layered.share_of(chunk)
+        is_dear = weight >= _DEAR and self._for_layers < num_tokens * weight
+        if not is_underway and not (is_dear and self._layered.takes(request, num_missing)):
+            return False
+        if is_first:
+            is_auto = self._pace is not None and not self._pace.is_set
+            most = max(self._for_layers, num_tokens * weight * _LEAST_SHARE * is_auto)
+            chunk = self._layered.next(request, min(num_tokens, num_missing - LEAST_REST), weight, most)
+            self._step.layered = chunk
+            self._step.prefill_weight += chunk.num_tokens * weight * self._layered.share_of(chunk)
         self._left = 0.0
         return True
 

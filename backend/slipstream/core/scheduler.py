@@ -224,7 +224,7 @@ class Scheduler:
         """Continue prompts that earlier steps started; only windowed groups do not have all their blocks yet."""
         for request in prefills:
             num_missing = request.num_tokens - request.num_computed_tokens
-            if self.cache.windows is None and self.prefill_budget.take_layers(request, num_missing):
+            if self.cache.windows is None and self.prefill_budget.take_layers(request, num_missing, budget):
                 break
             num_new = self.prefill_budget.take(request.num_computed_tokens, num_missing, budget)
             if num_new <= 0:
@@ -290,6 +290,8 @@ class Scheduler:
         Returns outputs in step order: none for requests finished meanwhile, one for those preempted meanwhile.
         """
         self.prefill_budget.note_done(step)
+        if step.layered is not None and step.layered.request.status is RequestStatus.RUNNING:
+            self.cache.commit(step.layered.request)
         now_ns = time.time_ns()
         run = step.run if step.run is self._run else None  # nobody has left since
         if run is not None and (alike := run.commit(sampled_token_ids, now_ns, self.stats)) is not None:

@@ -171,7 +171,7 @@ class Drafting:
         for index, rows in sampled.accepted_rows.items():
             if (speculation := step.requests[index].speculation) is not None:
                 planner.observe(speculation.method, step.num_drafts[index], rows)
-        is_decode = step.total_num_scheduled_tokens == count + sum(step.num_drafts)
+        is_decode = step.layered is None and step.total_num_scheduled_tokens == count + sum(step.num_drafts)
         num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
         if is_decode and self._decoded_at and num_tokens:
             seconds, method = now - self._decoded_at, self.method_after(step)

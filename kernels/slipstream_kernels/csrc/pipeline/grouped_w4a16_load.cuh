@@ -188,6 +188,7 @@ __device__ __forceinline__ void produce_stages(const GroupedGemmParams& p, const
 #pragma unroll 1
   for (; ahead.has_more; ahead.advance(), state.advance()) {
     wait_barrier(ring.empty(state.stage), state.parity ^ 1);
+    __syncwarp();   // lanes that copy nothing must not fall behind: they would miss a round
     copy_weights<SHAPE>(p, ring, state.stage, ahead, policy);
     copy_rows<SHAPE>(p, ring, state.stage, ahead);
   }

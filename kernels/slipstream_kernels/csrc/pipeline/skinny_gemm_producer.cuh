@@ -27,6 +27,7 @@ __device__ __forceinline__ void produce(const SkinnyGemmParams& p, uint32_t ring
       const int num_rows = walk.num_rows();
       const uint32_t bytes = walk.chunk_bytes();
       wait_barrier(empty, state.parity ^ 1);
+      __syncwarp();   // lanes that copy nothing must not fall behind: they would miss a round
       if (row == 0) arrive_expecting(full, bytes * num_rows);
       if (row < num_rows) {
         copy_bulk(ring + state.stage * SHAPE::kStageBytes + row * SHAPE::kRowPitch, weight + walk.offset(row), bytes,
