@@ -33,8 +33,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    for answer in (build.load, build.build_refusal, build.missing, build._warn, prebuilt.refusal, toolkit.nvcc_version):
+    for answer in (build._load, build.build_refusal, build.missing, build._warn):
         answer.cache_clear()
+    prebuilt.refusal.cache_clear()
+    toolkit.nvcc_version.cache_clear()
 
 
 def use_nvcc(monkeypatch: pytest.MonkeyPatch, nvcc: Path | None) -> None:

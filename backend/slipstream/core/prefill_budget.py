@@ -179,7 +179,7 @@ class PrefillBudget:
     def take_layers(self, request: Request, num_missing: int, budget: int) -> bool:
         """Give the step some layers of a prompt's shortest chunk if the whole chunk does not fit.
 
-        True: the step takes no more of prompts. Of a chunk that is underway it takes nothing behind another prompt's."""
+        True: the step takes no more of prompts. Behind another prompt's tokens a chunk that is underway waits."""
         weight, is_first = 1.0 + request.num_computed_tokens / self._parity, self._left == self._full
         is_underway, num_tokens = self._layered.is_underway(request), int(min(MIN_CHUNK, self._limit, budget))
         if budget <= 0 or not 0 < self._full < math.inf or not (is_first or is_underway):

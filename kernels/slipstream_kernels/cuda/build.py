@@ -108,7 +108,6 @@ def build(
     return library
 
 
-@cache
 def load(
     source: str, defines: tuple[str, ...], flags: tuple[str, ...] = (), headers: Callable[[], Path] | None = None
 ) -> ctypes.CDLL:
@@ -116,6 +115,13 @@ def load(
 
     Raises KernelBuildError if it cannot be built or loaded.
     """
+    return _load(source, defines, flags, headers)
+
+
+@cache  # by all four, however they are passed: a second entry would be a second line in the log
+def _load(
+    source: str, defines: tuple[str, ...], flags: tuple[str, ...], headers: Callable[[], Path] | None
+) -> ctypes.CDLL:
     name = _library_name(source, _options(defines, flags))
     library = prebuilt.find(name)
     origin = "prebuilt" if library is not None else "from the cache"
