@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fake_llm import FakeLLM, continuation, make_llm, make_request
 from slipstream.core.config import SchedulerConfig
-from slipstream.core.layered_prefill import LEAST_REST, MOST_REST, LayeredChunk, LayeredPrefill
+from slipstream.core.layered_prefill import REST, LayeredChunk, LayeredPrefill
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import MIN_CHUNK, PrefillBudget, StepPace
 from slipstream.core.request import FinishReason, Request
@@ -61,7 +61,7 @@ def test_one_layer_fits_always() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "num_computed", "num_missing", "num_decodes"),
-    [(1300.0, 9000, 1000, 3), (400.0, 9000, MOST_REST, 3), (400.0, 9000, 1000, 0), (400.0, 0, 1000, 3)],
+    [(1300.0, 9000, 1000, 3), (400.0, 9000, 2 * REST, 3), (400.0, 9000, 1000, 0), (400.0, 0, 1000, 3)],
     ids=["it fits", "the last tokens", "no decodes", "no context"],
 )
 def test_other_chunks_are_whole(limit: float, num_computed: int, num_missing: int, num_decodes: int) -> None:
@@ -71,11 +71,20 @@ def test_other_chunks_are_whole(limit: float, num_computed: int, num_missing: in
     assert step.layered is None and budget.take(num_computed, num_missing, 4096) >= min(num_missing, MIN_CHUNK)
 
 
-def test_a_rest_is_left_for_an_ordinary_chunk() -> None:
+@pytest.mark.parametrize(
+    ("num_missing", "expected"),
+    [
+        (2 * REST + 1, REST + 1),
+        (MIN_CHUNK + REST, MIN_CHUNK),
+        (MIN_CHUNK + REST + 3, 66),
+        (2 * MIN_CHUNK + REST, MIN_CHUNK),
+    ],
+)
+def test_a_rest_is_left_and_the_last_two_share(num_missing: int, expected: int) -> None:
     budget, request = budget_of(400.0), behind(9000)
     step = begin(budget)
-    assert budget.take_layers(request, MOST_REST + 1, 4096)
-    assert step.layered.num_tokens == MOST_REST + 1 - LEAST_REST
+    assert budget.take_layers(request, num_missing, 4096)
+    assert step.layered.num_tokens == expected
 
 
 def with_prompt_logprobs(request: Request) -> None:

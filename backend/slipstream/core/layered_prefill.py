@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from slipstream.core.request import Request
 
-# A prompt's last tokens are an ordinary chunk, which samples: at least and at most so many.
-LEAST_REST, MOST_REST = 16, 64
+# A prompt's last tokens are an ordinary chunk, which samples: few, because they go through all layers at once.
+REST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LayeredPrefill:
     def takes(self, request: Request, num_missing: int) -> bool:
         """Not with an adapter, given embeddings or log-probabilities of the prompt, nor its last tokens."""
         is_plain = request.adapter is None and request.prompt_rows is None and request.params.prompt_logprobs is None
-        return self._num_layers > 0 and is_plain and num_missing > MOST_REST
+        return self._num_layers > 0 and is_plain and num_missing > 2 * REST
 
     def is_underway(self, request: Request) -> bool:
         """Not if the request was preempted meanwhile, or has gone on otherwise."""
@@ -46,6 +46,12 @@ class LayeredPrefill:
             return False
         is_same = last.first_token == request.num_computed_tokens
         return is_same and self._num_preemptions == request.num_preemptions
+
+    @staticmethod
+    def length_of(most: int, num_missing: int) -> int:
+        """Tokens of a new chunk: the last two share what is left, as the kernels for few rows read keys more slowly."""
+        left = num_missing - REST
+        return min(most, left) if left >= 2 * most or left <= most else -(-left // 2)
 
     def next(self, request: Request, num_tokens: int, weight: float, most: float) -> LayeredChunk:
         """Go on with the request's chunk, or begin one of num_tokens. weight: of a token. most: weight that fits; one

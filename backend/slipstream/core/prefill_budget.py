@@ -14,7 +14,7 @@ from collections.abc import Callable
 from statistics import median
 
 from slipstream.core.config import SchedulerConfig
-from slipstream.core.layered_prefill import LEAST_REST, LayeredPrefill
+from slipstream.core.layered_prefill import LayeredPrefill
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 
@@ -190,7 +190,8 @@ class PrefillBudget:
         if is_first:
             is_auto = self._pace is not None and not self._pace.is_set
             most = max(self._for_layers, num_tokens * weight * _LEAST_SHARE * is_auto)
-            chunk = self._layered.next(request, min(num_tokens, num_missing - LEAST_REST), weight, most)
+            length = self._layered.length_of(num_tokens, num_missing)
+            chunk = self._layered.next(request, length, weight, most)
             self._step.layered = chunk
             self._step.prefill_weight += chunk.num_tokens * weight * self._layered.share_of(chunk)
         self._left = 0.0
