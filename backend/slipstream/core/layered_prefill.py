@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from slipstream.core.request import Request
 
-# A prompt's last tokens are an ordinary chunk, which samples: few, because they go through all layers at once.
-REST = 2
+# A prompt's last token goes through all layers at once, as a token of a decode does.
+REST = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from slipstream.worker.request_state import RequestState
 MAX_PROMPT_ROWS = 256
 
 # Numbers of likeliest tokens that are looked for: a kernel is compiled for each, so requests get the next one.
-_WIDTHS = 0, 1, 5, 20, 128
+_WIDTHS = 0, 1, 5, 20, 50, 128
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # hidden rows [R, H] -> logits [R, V]
 
