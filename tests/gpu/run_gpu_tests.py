@@ -35,11 +35,13 @@ WANTS_SEVERAL = re.compile(r"torch\.cuda\.device_count")
 FAILED = re.compile(r"\b(?:FAILED|ERROR) tests/\S+")
 WITHOUT_GPU = re.compile(r"needs an? (CUDA|Hopper|GPU)|no (CUDA device|Hopper GPU|nvcc)|needs a GPU", re.I)
 MAX_SECONDS = {"build": 300, "tests": 420, "alone": 300, "speed": 180}  # of a stage; of `speed` for each format
+GIB_OF_A_PROCESS = 8  # of a GPU, at most
 MAX_TEST_SECONDS = 150  # of a test alone: one that hangs must not take the others' verdicts with it
 ABOUT = """
 import json, platform, torch, triton
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-print(json.dumps({"gpu": gpu, "python": platform.python_version(), "torch": torch.__version__,
+gib = torch.cuda.get_device_properties(0).total_memory >> 30 if gpu else 0
+print(json.dumps({"gpu": gpu, "GiB": gib, "python": platform.python_version(), "torch": torch.__version__,
                   "triton": triton.__version__, "cuda": torch.version.cuda}))
 """
 
@@ -134,9 +136,16 @@ def run_tests(arguments: argparse.Namespace, report: Report) -> None:
     they seldom run at the same time."""
     files = gpu_test_files(*arguments.shard)
     alone = [path for path in files if WANTS_SEVERAL.search((ROOT / path).read_text())]
-    run_files("tests", [path for path in files if path not in alone], arguments.jobs, arguments.out, report)
+    jobs = processes(arguments.jobs, report.about)
+    run_files("tests", [path for path in files if path not in alone], jobs, arguments.out, report)
     if alone:
         run_files("alone", alone, 1, arguments.out, report)
+
+
+def processes(jobs: int, about: dict[str, Any]) -> int:
+    """Of tests at once: no more than the GPU's memory holds."""
+    gib = int(about.get("GiB", 0))
+    return min(jobs, max(1, gib // GIB_OF_A_PROCESS)) if gib else jobs
 
 
 def run_files(name: str, files: list[str], jobs: int, out: Path, report: Report) -> None:

@@ -79,6 +79,11 @@ def test_options_are_the_benchmarks(root: Path) -> None:
         assert parsed.batches == [1, 8, 64, 256] and parsed.prefill_lens == [1024, 8192]
 
 
+def test_as_many_processes_as_the_memory_holds() -> None:
+    found = [run_gpu_tests.processes(15, about) for about in ({"GiB": 79}, {"GiB": 139}, {"GiB": 6}, {})]
+    assert found == [9, 15, 1, 15]
+
+
 def test_shards_share_out_all_files(root: Path) -> None:
     whole = run_gpu_tests.gpu_test_files(0, 1)
     parts = [run_gpu_tests.gpu_test_files(shard, 3) for shard in range(3)]
