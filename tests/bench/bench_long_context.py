@@ -11,6 +11,7 @@ tokens of streams, quiet and while a prompt is computed, for values of max_mixed
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import statistics
 import sys
@@ -158,11 +159,14 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         bench = EngineBench(arguments, Path(folder))
+        gc.collect()
+        gc.freeze()  # as the server does: a collection of what loading made would be a gap of 100 ms
         settings = {"shape": arguments.shape, "set": arguments.set}
         emit({**settings, "what": "plan", "plan": str(bench.engine.memory_plan).splitlines()}, arguments.out)
         for name in arguments.measure.split(","):
             for record in MEASURES[name](bench, arguments):
                 emit({**settings, **record}, arguments.out)
+    gc.unfreeze()
 
 
 if __name__ == "__main__":
