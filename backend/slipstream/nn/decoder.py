@@ -173,12 +173,7 @@ class Decoder:
 
         The last layer computes only keys and values of the other rows, which saves 2.7 % of an 8B model's prompt FLOPs.
         """
-        steps = self._plan(batch)
-        hidden = self.embedding(batch.token_ids, batch.given)
-        residual: Tensor | None = None
-        for layer, step, cache in zip(self.layers[:-1], steps, kv_caches):
-            hidden, residual = layer(hidden, residual, step, cache)
-        hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
+        hidden, residual = self.forward_layers(batch, kv_caches, range(len(self.layers)))
         return self.final_norm.add(hidden, residual, PLAIN)[0] if len(hidden) else hidden
 
     def forward_layers(
@@ -186,17 +181,18 @@ class Decoder:
         batch: ForwardBatch,
         kv_caches: Sequence[LayerCache],
         layers: range,
-        before: tuple[Tensor, Tensor] | None,
+        before: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Send tokens that nothing is sampled of through some layers, whose caches gain their keys and values.
+        """Send the batch's tokens through some layers, whose caches gain their keys and values. No stages.
 
-        Returns what the next call, with the layers behind these, takes as `before`; None: the first layers. No stages.
+        before: what the call with the layers before these has returned; None: these are the first. Behind the last
+        layer only rows of batch.logits_indices are left.
         """
-        hidden, residual = (self.embedding(batch.token_ids), None) if before is None else before
+        hidden, residual = (self.embedding(batch.token_ids, batch.given), None) if before is None else before
         steps, end = self._plan(batch), min(layers.stop, len(self.layers) - 1)
         for index in range(layers.start, end):
             hidden, residual = self.layers[index](hidden, residual, steps[index], kv_caches[index])
-        if layers.stop > end:  # of the last one only keys and values
+        if layers.stop > end:
             hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
         assert residual is not None
         return hidden, residual
