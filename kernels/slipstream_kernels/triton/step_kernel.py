@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 
 # Names of arguments in all kernels: numbers of a step's rows, and what its shapes are laid out by.
@@ -37,3 +38,9 @@ def step_kernel(function: Callable[..., None]) -> Any:
         do_not_specialize=sorted(INTEGERS.intersection(names)),
         do_not_specialize_on_alignment=sorted(POINTERS.intersection(names)),
     )
+
+
+def two_tensors(*size: int, device: torch.device) -> list[torch.Tensor]:
+    """fp32, not halves of one: the second half would begin where 16 bytes do or not, with the number of rows, and a
+    kernel that takes it be compiled for both."""
+    return [torch.empty(size, dtype=torch.float32, device=device) for _ in range(2)]

@@ -25,7 +25,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
 )
 from slipstream_kernels.kv.triton.kv_formats import INT8, VALUE_BOOST, gather_rows, head_scale, kv_format, value_factor
 from slipstream_kernels.triton.interpreter import dot
-from slipstream_kernels.triton.step_kernel import step_kernel
+from slipstream_kernels.triton.step_kernel import step_kernel, two_tensors
 
 # Parts are 512 tokens long, and twice as long after every eight: 48 of them hold 258,048 tokens.
 FIRST_PART, PARTS_PER_LENGTH = 512, 8
@@ -296,8 +296,7 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_d, dtype=torch.float32, device=call.q.device)
-        sizes = num_rows * num_parts  # two tensors: halves of one would begin where 16 bytes do, or not
-        maxima, normalisers = (torch.empty(sizes, dtype=torch.float32, device=call.q.device) for _ in range(2))
+        maxima, normalisers = two_tensors(num_rows * num_parts, device=call.q.device)
     tree_mask, positions = (call.seq_lens, call.seq_lens) if not has_tree else (call.tree_mask, call.positions)
     shape = {
         "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "D": head_dim, "BLOCK_D": block_d, "HAS_TREE": has_tree,

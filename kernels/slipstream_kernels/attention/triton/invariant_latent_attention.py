@@ -31,7 +31,7 @@ from slipstream_kernels.attention.triton.invariant_attention import (
 from slipstream_kernels.attention.triton.latent_attention import has_small_shared_memory
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
 from slipstream_kernels.triton.interpreter import dot
-from slipstream_kernels.triton.step_kernel import step_kernel
+from slipstream_kernels.triton.step_kernel import step_kernel, two_tensors
 
 FLOAT32_ROWS, FLOAT32_KEYS = 16, 16  # of a tile
 # Of a head: what its keys and values of a piece of a prompt's cached tokens would take, which this mode never makes.
@@ -161,8 +161,7 @@ def invariant_latent_attention(call: LatentCall) -> None:
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_r, dtype=torch.float32, device=call.q.device)
-        sizes = num_rows * num_parts  # two tensors: halves of one would begin where 16 bytes do, or not
-        maxima, normalisers = (torch.empty(sizes, dtype=torch.float32, device=call.q.device) for _ in range(2))
+        maxima, normalisers = two_tensors(num_rows * num_parts, device=call.q.device)
     tree_mask, positions = (call.tree_mask, call.positions) if has_tree else (call.seq_lens, call.seq_lens)
     parts = {"NUM_PARTS": num_parts, "FIRST": FIRST_PART, "PER_LENGTH": PARTS_PER_LENGTH, "HAS_TREE": has_tree}
     _invariant_latent_attention_kernel[(num_tiles, num_groups, num_parts)](

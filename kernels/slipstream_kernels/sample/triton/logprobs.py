@@ -23,7 +23,7 @@ from slipstream_kernels.sample.triton.token_groups import (
     unordered,
 )
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
-from slipstream_kernels.triton.step_kernel import step_kernel
+from slipstream_kernels.triton.step_kernel import step_kernel, two_tensors
 
 # The best tokens are selected one by one; beyond this number torch.topk is as fast.
 MAX_K = 128
@@ -108,11 +108,9 @@ def top_logprobs(
     device = logits.device
     cut = Grouping.of(vocab_size)
     in_kernel = k if k <= MAX_K else 0
-    # Each a tensor of its own: halves of one would begin at other addresses with an odd number of rows, for which
-    # Triton-lang compiles once more.
-    maxima, sums = (torch.empty(num_rows, cut.num_chunks, dtype=torch.float32, device=device) for _ in range(2))
+    maxima, sums = two_tensors(num_rows, cut.num_chunks, device=device)
     num_better = torch.empty(num_rows, cut.num_chunks, dtype=torch.int32, device=device)
-    log_normaliser, logprob = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
+    log_normaliser, logprob = two_tensors(num_rows, device=device)
     rank = torch.empty_like(chosen)
     values = torch.empty(num_rows, in_kernel, dtype=torch.float32, device=device)
     token_ids = torch.empty(num_rows, in_kernel, dtype=torch.int64, device=device)

@@ -33,7 +33,7 @@ from slipstream_kernels.sample.triton.token_groups import (
     unordered,
 )
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
-from slipstream_kernels.triton.step_kernel import step_kernel
+from slipstream_kernels.triton.step_kernel import step_kernel, two_tensors
 
 # Capacities of pass two per filtered row: tokens of the selected groups, and tokens from the floor up.  MOST groups are
 # selected so that the latter are about 1,600 for any vocabulary size.
@@ -243,8 +243,7 @@ def first_pass(
     num_rows, vocab_size = logits.shape
     grouping = Grouping.of(vocab_size)
     is_filtered = any(column is not None for column in filters)
-    parts = num_rows, grouping.num_chunks  # each tensor begins where any does, as logprobs.py says
-    maxima, sums = (torch.empty(parts, dtype=torch.float32, device=logits.device) for _ in range(2))
+    maxima, sums = two_tensors(num_rows, grouping.num_chunks, device=logits.device)
     winners = torch.empty(num_rows, grouping.num_chunks, dtype=torch.int32, device=logits.device)
     left = FirstPass(grouping, maxima, sums, winners, grouping.maxima(logits) if is_filtered else maxima)
     options = (temperature, *filters, seeds, positions, logits.stride(0), vocab_size)
