@@ -39,13 +39,12 @@ class LayeredPrefill:
         is_plain = request.adapter is None and request.prompt_rows is None and request.params.prompt_logprobs is None
         return self._num_layers > 0 and is_plain and num_missing > 2 * REST
 
-    def is_underway(self, request: Request) -> bool:
-        """Not if the request was preempted meanwhile, or has gone on otherwise."""
+    def underway(self, request: Request) -> LayeredChunk | None:
+        """What has gone through some layers, unless the request was preempted meanwhile, or has gone on otherwise."""
         last = self._last
-        if last is None or last.request is not request:
-            return False
-        is_same = last.first_token == request.num_computed_tokens
-        return is_same and self._num_preemptions == request.num_preemptions
+        if last is None or last.request is not request or last.first_token != request.num_computed_tokens:
+            return None
+        return last if self._num_preemptions == request.num_preemptions else None
 
     @staticmethod
     def length_of(most: int, num_missing: int) -> int:
@@ -57,8 +56,8 @@ class LayeredPrefill:
         """Go on with the request's chunk, or begin one of num_tokens. weight: of a token. most: weight that fits; one
         layer does always. With its last layer the chunk's tokens count as computed."""
         first_layer = 0
-        if self._last is not None and self.is_underway(request):
-            num_tokens, first_layer = self._last.num_tokens, self._last.end_layer
+        if (last := self.underway(request)) is not None:
+            num_tokens, first_layer = last.num_tokens, last.end_layer
         num_layers = max(1, int(self._num_layers * most / (num_tokens * weight)))
         end_layer = min(first_layer + num_layers, self._num_layers)
         chunk = LayeredChunk(request, request.num_computed_tokens, num_tokens, first_layer, end_layer)

@@ -37,7 +37,6 @@ _MOST_MIXED = 64
 _MOST_MIXED_OF_FULL = 8
 # Chunks are cut by layers where a token's weight is at least this: without a context MIN_CHUNK tokens are cheap.
 _DEAR = 2.0
-# Of the layers of such a chunk, what a step takes at least if nobody has set a bound of time.
 _LEAST_SHARE = 1 / 8
 
 
@@ -61,8 +60,9 @@ class StepPace:
         self._num_mixed = 0  # steps with decodes and prompts since one of decodes alone
 
     @property
-    def is_set(self) -> bool:
-        return self._max_step_s > 0
+    def least_share(self) -> float:
+        """Of a chunk that is cut by layers, what a step takes in any case: nothing if somebody has set its time."""
+        return 0.0 if self._max_step_s else _LEAST_SHARE
 
     def is_quiet_due(self, most_tokens: float) -> bool:
         """Whether the next step should have decodes alone, to be measured; asks for one, not for several in a row.
@@ -181,15 +181,16 @@ class PrefillBudget:
 
         True: the step takes no more of prompts. Behind another prompt's tokens a chunk that is underway waits."""
         weight, is_first = 1.0 + request.num_computed_tokens / self._parity, self._left == self._full
-        is_underway, num_tokens = self._layered.is_underway(request), int(min(MIN_CHUNK, self._limit, budget))
+        is_underway = self._layered.underway(request) is not None
+        num_tokens = int(min(MIN_CHUNK, self._limit, budget))
         if budget <= 0 or not 0 < self._full < math.inf or not (is_first or is_underway):
             return False
         is_dear = weight >= _DEAR and self._for_layers < num_tokens * weight
         if not is_underway and not (is_dear and self._layered.takes(request, num_missing)):
             return False
         if is_first:
-            is_auto = self._pace is not None and not self._pace.is_set
-            most = max(self._for_layers, num_tokens * weight * _LEAST_SHARE * is_auto)
+            least_share = 0.0 if self._pace is None else self._pace.least_share
+            most = max(self._for_layers, num_tokens * weight * least_share)
             length = self._layered.length_of(num_tokens, num_missing)
             chunk = self._layered.next(request, length, weight, most)
             self._step.layered = chunk

@@ -1,4 +1,5 @@
-"""Makes the engine's worker, which runs in this process and is called directly. Engine thread.
+"""Makes the engine's worker, which runs in this process and is called directly, and what bounds its steps. Engine
+thread.
 
 SerializedWorker pickles every message, as for a worker in another process.
 """

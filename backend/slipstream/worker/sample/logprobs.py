@@ -20,7 +20,8 @@ from slipstream.worker.request_state import RequestState
 # rows of prompt logits held at once: 256 x 128k vocabulary x 4 bytes = 128 MiB
 MAX_PROMPT_ROWS = 256
 
-# Numbers of likeliest tokens that are looked for: a kernel is compiled for each, so requests get the next one.
+# Numbers of likeliest tokens that are looked for: a kernel is compiled for each, so requests get the next one. Above
+# the last it is torch.topk.
 _WIDTHS = 0, 1, 5, 20, 50, 128
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # hidden rows [R, H] -> logits [R, V]
