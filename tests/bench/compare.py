@@ -3,9 +3,10 @@
     python tests/bench/compare.py --shape llama3-8b --formats none,fp8 --out results
 
 Every engine runs each format in a process of its own, one after the other, with the same shapes, precision and loops
-(measures.py). Writes results/*.jsonl (every line measured), results/compare.json, results/table.md and results/plot.png
-(tokens/s over batch, TTFT over prompt length), and prints the table: ratios are rival over ours, above 1 we are faster;
-`limit` is the share of the physical limit. An engine that is not installed is left out, with the reason in the table.
+(measures.py). With --gpus 0,1,2,3 four shapes or formats are under way at a time, each with all engines on one GPU.
+Writes results/*.jsonl (every line measured), results/compare.json, results/table.md and results/plot.png (tokens/s over
+batch, TTFT over prompt length), and prints the table: ratios are rival over ours, above 1 we are faster; `limit` is the
+share of the physical limit. An engine that is not installed is left out, with the reason in the table.
 Of `-- --measure batch` our formats stand side by side below it (format_table.py), of several shapes or contexts all
 decodes in one table (decode_grid.py).
 Options after `--` go to every engine, e.g. `-- --batches 1,8 --measure decode`.
@@ -17,9 +18,12 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
+import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,13 +92,17 @@ def command(engine: str, shape: str, name: str, arguments: argparse.Namespace, o
     return ["bench_engine.py" if engine == OURS else "bench_triton.py", *common]
 
 
-def measure(engine: str, shape: str, name: str, arguments: argparse.Namespace) -> list[Record]:
-    """Run one engine with one shape and format. What it measured before it failed, if it does, still counts."""
+def measure(engine: str, shape: str, name: str, arguments: argparse.Namespace, gpu: str = "") -> list[Record]:
+    """Run one engine with one shape and format. What it measured before it failed, if it does, still counts.
+
+    gpu: the only one that it sees; "": all.
+    """
     out = arguments.out / f"{engine.replace('+', '-')}-{shape}-{name}.jsonl"
     out.unlink(missing_ok=True)
     program, *options = command(engine, shape, name, arguments, out)
     print(f"==== {engine}, {shape}, {name}", file=sys.stderr, flush=True)
     log = out.with_suffix(".log")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else None
     with log.open("w") as stream:
         try:
             done = subprocess.run(
@@ -103,6 +111,7 @@ def measure(engine: str, shape: str, name: str, arguments: argparse.Namespace) -
                 stderr=subprocess.STDOUT,
                 timeout=arguments.timeout,
                 check=False,
+                env=environment,
             )
             failure = f"exit code {done.returncode}, see {log.name}" if done.returncode else ""
         except subprocess.TimeoutExpired:
@@ -184,34 +193,67 @@ def plot(records: list[Record], path: Path) -> str:
     return ""
 
 
+def measure_all(arguments: argparse.Namespace) -> list[Record]:
+    """Every shape in every format by every engine; saved whenever one of them is done, for runs that are ended."""
+    engines = arguments.engines.split(",")
+    absent = {engine: reason for engine in engines if (reason := why_absent(engine))}
+    missing = {"format": "all formats", "what": "failed"}
+    found: dict[tuple[str, str], list[Record]] = {}
+    found["", ""] = [{"engine": engine, **missing, "reason": reason} for engine, reason in absent.items()]
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in arguments.gpus:
+        free.put(gpu)
+
+    def measure_one(shape: str, name: str) -> None:
+        gpu = free.get()
+        for engine in engines:
+            if engine not in absent:
+                found[shape, name] += measure(engine, shape, name, arguments, gpu)
+        free.put(gpu)
+
+    pairs = pairs_of(arguments.shape, arguments.formats)
+    found |= {pair: [] for pair in pairs}
+    with ThreadPoolExecutor(len(arguments.gpus)) as pool:
+        for done in [pool.submit(measure_one, *pair) for pair in pairs]:
+            done.result()
+            save(records_of(found), arguments.out)
+    return records_of(found)
+
+
+def pairs_of(shapes: str, formats: str) -> list[tuple[str, str]]:
+    """Shapes and formats in the order asked for. A shape may have its own formats: llama3-70b:fp8+w4a8_fp8."""
+    found: list[tuple[str, str]] = []
+    for shape, _, own in (part.partition(":") for part in shapes.split(",")):
+        found += itertools.product([shape], own.split("+") if own else formats.split(","))
+    return found
+
+
+def records_of(found: dict[tuple[str, str], list[Record]]) -> list[Record]:
+    return [record for records in found.values() for record in records]
+
+
 def save(records: list[Record], folder: Path) -> None:
     (folder / "compare.json").write_text(json.dumps(records, indent=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama3-8b", help="one or several of shapes.py, by commas")
+    several = "one or several of shapes.py, by commas; llama3-70b:fp8+wint4 has its own formats"
+    parser.add_argument("--shape", default="llama3-8b", help=several)
     parser.add_argument("--formats", default="none,fp8", help=",".join(FORMATS))
     parser.add_argument("--engines", default=f"{OURS},{SERVED},{RIVAL}")
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="for Slipstream")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one engine and format")
+    parser.add_argument("--gpus", type=lambda text: text.split(","), default=[""], help="by their numbers: 0,1,2,3")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("rest", nargs="*", help="after --: options of every engine")
     arguments = parser.parse_args()
-    unknown = set(arguments.formats.split(",")) - set(FORMATS)
+    unknown = {name for _, name in pairs_of(arguments.shape, arguments.formats)} - set(FORMATS)
     if unknown:
         parser.error(f"--formats: {', '.join(sorted(unknown))}; accepted: {', '.join(FORMATS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    records: list[Record] = []
-    for engine in arguments.engines.split(","):
-        reason = why_absent(engine)
-        if reason:
-            records.append({"engine": engine, "format": "all formats", "what": "failed", "reason": reason})
-            save(records, arguments.out)
-            continue
-        for shape, name in itertools.product(arguments.shape.split(","), arguments.formats.split(",")):
-            records += measure(engine, shape, name, arguments)
-            save(records, arguments.out)  # what a run that is ended has measured, too
+    records = measure_all(arguments)
+    save(records, arguments.out)
     has_grid = len({(r.get("shape"), r.get("context")) for r in records if r["what"] == "decode"}) > 1
     tables = (decode_grid.table(records) if has_grid else "", table(records), format_table.table(records))
     text = "\n\n".join(filter(None, tables))

@@ -75,6 +75,8 @@ def measure_prefill(bench: Bench, arguments: argparse.Namespace) -> Iterator[Rec
 def measure_decode(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
     short, long = arguments.decode_short, arguments.decode_long
     for context, batch in itertools.product(arguments.contexts, arguments.batches):
+        if batch * context > (arguments.most_tokens or bench.pool_tokens):
+            continue
         if batch * (context + long) > bench.pool_tokens:
             yield {"what": "decode", "batch": batch, "context": context, "skipped": "the KV cache does not hold it"}
             continue
@@ -207,6 +209,8 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
     parser.add_argument("--prefill-lens", type=numbers, default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contexts", type=numbers, default=[1024], help="tokens before the decodes that are timed")
+    most_tokens = "of a batch's contexts in all: decodes of more, whose prompts take long, are left out"
+    parser.add_argument("--most-tokens", type=int, default=0, help=most_tokens)
     parser.add_argument(
         "--prefix-caching", action="store_true", help="prompts are computed once; not for prefill, batch"
     )

@@ -112,6 +112,29 @@ def test_an_engine_that_fails_is_reported_with_what_it_measured(compare, tmp_pat
     assert failure["reason"].startswith("exit code 3")
 
 
+def test_engines_of_a_shape_have_one_gpu_and_shapes_have_others(compare, tmp_path: Path, monkeypatch) -> None:
+    script = (
+        "import os, sys, time; out = sys.argv[sys.argv.index('--out') + 1]; time.sleep(0.3);"
+        'open(out, \'w\').write(\'{"what": "x", "gpu": "%s"}\\n\' % os.environ["CUDA_VISIBLE_DEVICES"])'
+    )
+    for name in ("bench_engine.py", "bench_vllm.py"):
+        (tmp_path / name).write_text(script)
+    monkeypatch.setattr(compare, "HERE", tmp_path)
+    monkeypatch.setattr(compare, "why_absent", lambda engine: "")
+    options = "--engines slipstream,vllm --shape llama3-8b,llama3-70b:fp8 --formats none --gpus 5,7"
+    monkeypatch.setattr(sys, "argv", ["compare.py", *options.split(), "--out", str(tmp_path)])
+    compare.main()
+    records = json.loads((tmp_path / "compare.json").read_text())
+    assert [(r["shape"], r["format"], r["engine"]) for r in records] == [
+        ("llama3-8b", "none", "slipstream"),
+        ("llama3-8b", "none", "vllm"),
+        ("llama3-70b", "fp8", "slipstream"),
+        ("llama3-70b", "fp8", "vllm"),
+    ]
+    gpus = [record["gpu"] for record in records]
+    assert gpus[0] == gpus[1] and gpus[2] == gpus[3] and {gpus[0], gpus[2]} == {"5", "7"}
+
+
 def test_an_unknown_format_is_refused(compare, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["compare.py", "--formats", "int3"])
     with pytest.raises(SystemExit):
