@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, Told, announce, make_engine, model_worker, run_all, run_steps
+from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
@@ -199,6 +200,36 @@ def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return [told.token_ids for told in run_all(engine, prompts, params)]
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_draws_of_graphs_are_those_of_eager_steps(
+    checkpoint: Path, prompts: list[list[int]], overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy decodes alone take what their graph drew; those that join later want its logits, and the tokens of the
+    step before, whose memory the graph has taken again."""
+    expected, drawn = [], []
+    for sizes in ((), (1, 3, 8)):
+        if sizes:
+            rehearse_graphs(monkeypatch, sizes)
+        engine = make_engine(checkpoint, scheduler={"overlap_scheduling": overlap if sizes else "off"})
+        told: dict[Request, Told] = {}
+        first = [
+            Request(list(prompt), replace(GREEDY, max_tokens=40), handle=i) for i, prompt in enumerate(prompts[:2])
+        ]
+        for request in first:
+            engine.submit(request)
+        run_steps(engine, told, 9)
+        later = [replace(GREEDY, repetition_penalty=1.5), replace(GREEDY, temperature=0.9, seed=4, logprobs=1)]
+        late = [Request(list(prompt), params, handle=7 + i) for i, (prompt, params) in enumerate(zip(prompts, later))]
+        for request in late:
+            engine.submit(request)
+        run_steps(engine, told)
+        texts = [told[request].token_ids for request in (*first, *late)]
+        expected, drawn = (texts, drawn) if not sizes else (expected, texts)
+        runner = model_worker(engine).runner
+        assert bool(num_replays(runner._graphs)) is bool(sizes) is bool(runner._graphs._drawn)
+    assert drawn == expected and [len(text) for text in drawn] == [40, 40, *2 * [GREEDY.max_tokens]]
+
+
 @needs_cuda
 @pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("overlap", ["on", "off"])
@@ -230,8 +261,13 @@ def test_hidden_states_of_a_padded_graph_are_those_of_its_eager_step(checkpoint:
         inputs = runner.build(message, states)
         assert inputs.graph == GraphShape(8, 1, 8)
         replayed = runner.forward(inputs)[:5].clone()
-        eager = runner._run_model(inputs.batch)[:5]  # writes the same keys and values once more
-    assert torch.equal(replayed, eager) and torch.isfinite(eager).all()
+        drawn = runner._graphs.drawn(GraphShape(8, 1, 8))
+        assert drawn is not None and drawn.logits.shape == (8, engine.spec.vocab_size)
+        eager = runner._run_model(inputs.batch)  # writes the same keys and values once more
+        logits = runner._model.lm_head(eager)
+    assert torch.equal(replayed, eager[:5]) and torch.isfinite(eager[:5]).all()
+    assert torch.equal(drawn.logits[:5], logits[:5]), "whatever other graphs were captured in its memory"
+    assert torch.equal(drawn.token_ids[:5], logits[:5].argmax(dim=1))
     assert inputs.batch.seq_lens.tolist()[5:] == [0, 0, 0] and inputs.batch.slot_mapping.tolist()[5:] == [-1, -1, -1]
 
 

@@ -33,10 +33,11 @@ def llama(tmp_path: Path) -> Path:
 
 
 def held_bytes(sets: Sequence[StepGraphs[Any]]) -> int:
-    """Of the tensors that graphs read and of those that they return."""
+    """Of the tensors that graphs read and of those that they return; logits share the memory of the largest."""
     static = [graphs._static for graphs in sets]
     inputs = sum(one._arriving.nbytes + one.block_tables.nbytes for one in static)
-    return inputs + sum(output.nbytes for graphs in sets for _, output in graphs._graphs.values())
+    logits = max((drawn.logits.nbytes for graphs in sets for drawn in graphs._drawn.values()), default=0)
+    return inputs + logits + sum(output.nbytes for graphs in sets for _, output in graphs._graphs.values())
 
 
 def captured_as(config: EngineConfig) -> EngineConfig:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from slipstream.engine import rank_processes
 from slipstream.worker import cuda_graphs, model_runner
-from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.cuda_graphs import Drawn, StepGraphs
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode import draft_graphs
 from slipstream.worker.spec_decode.draft_graphs import HeadGraphs
@@ -22,17 +22,18 @@ from slipstream.worker.spec_decode.draft_graphs import HeadGraphs
 class Rehearsal:
     """run: the captured function. Outputs of one pool share memory: a replay poisons those of the other graphs."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], pool: list[torch.Tensor]) -> None:
+    def __init__(self, run: Callable[[], Sequence[torch.Tensor]], pool: list[torch.Tensor]) -> None:
         self._run, self._pool = run, pool
-        self.output = run()
-        pool.append(self.output)
+        self.outputs = run()
+        pool += self.outputs
         self.num_replays = 0
 
     def replay(self) -> None:
-        found = self._run().clone()  # graphs may share one output
+        found = [output.clone() for output in self._run()]  # graphs may share one output
         for other in self._pool:
             other.fill_(float("nan") if other.is_floating_point() else -1)
-        self.output.copy_(found)
+        for output, values in zip(self.outputs, found, strict=True):
+            output.copy_(values)
         self.num_replays += 1
 
 
@@ -42,9 +43,10 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
 
     def capture(graphs: StepGraphs[Any], beside: StepGraphs[Any] | None = None) -> None:
         for shape in reversed(graphs._shapes):
-            batch = graphs._batch(shape, shape.num_logits)
-            one = Rehearsal(lambda batch=batch: graphs._forward(batch), pool)  # type: ignore[misc]
-            graphs._graphs[shape] = one, one.output  # type: ignore[assignment]
+            one = Rehearsal(lambda shape=shape: _outputs(graphs, shape), pool)  # type: ignore[misc]
+            graphs._graphs[shape] = one, one.outputs[0]  # type: ignore[assignment]
+            if len(one.outputs) > 1:
+                graphs._drawn[shape] = Drawn(*one.outputs[1:])
 
     def capture_heads(heads: HeadGraphs, rows: Sequence[ComputedRows]) -> None:
         of_heads: list[torch.Tensor] = []
@@ -53,8 +55,8 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
             if one.graph is None:
                 heads._draft(one)
                 continue
-            draft = Rehearsal(lambda one=one: heads._draft(one), of_heads)  # type: ignore[misc]
-            heads._graphs[one.graph] = draft, draft.output  # type: ignore[assignment]
+            draft = Rehearsal(lambda one=one: [heads._draft(one)], of_heads)  # type: ignore[misc]
+            heads._graphs[one.graph] = draft, draft.outputs[0]  # type: ignore[assignment]
 
     for module in (model_runner, draft_graphs):
         monkeypatch.setattr(module, "graph_sizes", lambda *arguments: sizes)
@@ -62,6 +64,11 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
     monkeypatch.setattr(HeadGraphs, "capture", torch.inference_mode()(capture_heads))
     monkeypatch.setattr(HeadGraphs, "seconds", lambda heads: {})
     monkeypatch.setattr(cuda_graphs, "seconds_of", seconds_of)
+
+
+def _outputs(graphs: StepGraphs[Any], shape: Any) -> list[torch.Tensor]:
+    hidden, drawn = graphs._run(shape)
+    return [hidden, *(drawn or ())]
 
 
 def rehearse_graphs_of_ranks(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:

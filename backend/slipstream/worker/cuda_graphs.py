@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -182,8 +182,17 @@ def _chain_masks(step: StepArrays) -> np.ndarray:
     return (~np.uint64(0) >> (np.uint64(63) - rows.astype(np.uint64))).view(np.int64)
 
 
+class Drawn(NamedTuple):
+    """Of a decode: logits [num_tokens, vocab], which may be changed, and the ids of the highest, [num_tokens] int64."""
+
+    logits: torch.Tensor
+    token_ids: torch.Tensor
+
+
 class StepGraphs(Generic[Shape]):
-    """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only."""
+    """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only.
+
+    draw: of the hidden states of decodes, captured behind them."""
 
     def __init__(
         self,
@@ -193,9 +202,11 @@ class StepGraphs(Generic[Shape]):
         forward: Callable[[ForwardBatch], torch.Tensor],
         device: torch.device,
         num_groups: int = 1,
+        draw: Callable[[torch.Tensor], Drawn] | None = None,
     ) -> None:
         self._shapes = list(shapes)
-        self._forward = forward
+        self._forward, self._draw = forward, draw
+        self._drawn: dict[Shape, Drawn] = {}
         self._max_seq_len = max_seq_len
         self._static = StaticTensors(self._shapes, max_blocks, device, num_groups)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -226,7 +237,11 @@ class StepGraphs(Generic[Shape]):
     def warm_up(self) -> None:
         """Run each shape once without a graph, to compile kernels and initialise libraries."""
         for shape in reversed(self._shapes):
-            self._forward(self._batch(shape, shape.num_logits))
+            self._run(shape)
+
+    def _run(self, shape: Shape) -> tuple[torch.Tensor, Drawn | None]:
+        hidden = self._forward(self._batch(shape, shape.num_logits))
+        return hidden, self._draw(hidden) if self._draw is not None and shape.max_query_len == 1 else None
 
     def keep_launch_bound(self, any_of: Callable[[bool], bool]) -> None:
         """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches.
@@ -263,8 +278,11 @@ class StepGraphs(Generic[Shape]):
             for shape in reversed(self._shapes):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    hidden = self._forward(self._batch(shape, shape.num_logits))
+                    hidden, drawn = self._run(shape)
                 self._graphs[shape] = (graph, hidden)
+                if drawn is not None:
+                    self._drawn[shape] = drawn._replace(logits=_unowned(drawn.logits))
+                    del drawn  # for the next graph to have the memory of the logits
         torch.cuda.synchronize()
         decodes = [str(shape.num_requests) for shape in self._shapes if shape.max_query_len == 1]
         logger.info(
@@ -278,7 +296,8 @@ class StepGraphs(Generic[Shape]):
     ) -> dict[Shape, float]:
         """Seconds of steps by shape, with TIMED_CONTEXT cached tokens per request, or as many as fit.
 
-        after: called with the output of every step, and timed with it. The KV pool must still be empty."""
+        after: called with the output of every step whose graph does not draw, and timed with it. The KV pool must
+        still be empty."""
         seconds = {}
         for shape in shapes:
             self._static.pretend(shape, TIMED_CONTEXT, plan)
@@ -287,13 +306,16 @@ class StepGraphs(Generic[Shape]):
         return seconds
 
     def _replay_and(self, shape: Shape, after: Callable[[torch.Tensor], object]) -> None:
-        after(self.replay(shape))
+        hidden = self.replay(shape)
+        if shape not in self._drawn:
+            after(hidden)
 
     def drop(self, shapes: Collection[Shape]) -> None:
         self._shapes = [shape for shape in self._shapes if shape not in shapes]
         self._decode_shapes.clear()
         for shape in shapes:
             del self._graphs[shape]
+            self._drawn.pop(shape, None)
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
@@ -309,6 +331,10 @@ class StepGraphs(Generic[Shape]):
         graph, hidden = self._graphs[shape]
         graph.replay()
         return hidden
+
+    def drawn(self, shape: Shape) -> Drawn | None:
+        """What the last replay has drawn, if it was of this shape and its graph draws; valid as long as its output."""
+        return self._drawn.get(shape)
 
     def _batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
         static, num_tokens, num_requests = self._static, shape.num_tokens, shape.num_requests
@@ -329,6 +355,21 @@ class StepGraphs(Generic[Shape]):
             tree_mask=static.tree_mask[:num_tokens] if shape.is_tree else None,
             other_groups=tuple(map(GroupTensors, tables[1:], slots[1:])),
         )
+
+
+class _Bytes:
+    """Of a storage on the device, as torch.as_tensor takes them without owning them."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        data, shape = (storage.data_ptr(), False), (storage.nbytes(),)
+        self.__cuda_array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 2}
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a graph, which others of its pool may have, too: logits of a graph for each number of requests
+    would hold a gigabyte."""
+    memory = torch.as_tensor(_Bytes(tensor.untyped_storage()), device=tensor.device).view(tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def seconds_of(run: Callable[[], object]) -> float:

@@ -1,7 +1,7 @@
 """What CUDA graphs keep on the device, for the memory plan, and the sizes of their inputs. Pure arithmetic.
 
-All graphs of a rank share one memory pool for the activations of a step. Each set of graphs has inputs of its own, and
-each graph keeps its output.
+All graphs of a rank share one memory pool for the activations of a step, and for the logits of decodes. Each set of
+graphs has inputs of its own, and each graph keeps its output.
 """
 
 from __future__ import annotations
@@ -99,4 +99,7 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
         largest = max(largest, *(shape.num_tokens for shape in prompts))
         inputs += InputSizes.of(prompts, max_blocks, num_groups).total_bytes
         num_rows += sum(shape.num_logits for shape in prompts)
-    return GraphMemory(largest, inputs + num_rows * spec.hidden_size * hardware.dtype.itemsize)
+    values = num_rows * spec.hidden_size
+    if parallel.num_ranks == 1:
+        values += max(sizes) * spec.vocab_size
+    return GraphMemory(largest, inputs + values * hardware.dtype.itemsize)

@@ -24,7 +24,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.branch_moves import BranchMoves
 from slipstream.worker.cores import set_threads
-from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.cuda_graphs import Drawn, StepGraphs
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
     DraftLayout,
@@ -122,7 +122,8 @@ class ModelRunner:
             make = partial(StepGraphs, shapes, *limits, device=device, num_groups=num_groups)
             self._stage = PipelineStage(model, pool.layers, parallel, make)
             shapes, sizes = [], ()
-        self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups)
+        draw = self._draw if parallel.num_ranks == 1 else None  # how several ranks gather logits is not captured
+        self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups, draw)
         run = self._run_all if drafts.reads_all_rows else self._run_last
         prompts = prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *limits, run, device, num_groups)
@@ -136,8 +137,7 @@ class ModelRunner:
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases, drafts)
-        is_timed = drafts.num_drafts and self._stage is None  # only graphs are, which stages have not
-        self.step_seconds = self._time_steps(plan) if is_timed else {}
+        self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, phases: StartUp, drafts: DraftLayout) -> None:
@@ -155,9 +155,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _time_steps(self, plan: MemoryPlan) -> dict[GraphShape, float]:
-        """Seconds of decodes and verifications; verifications that a larger graph serves faster are dropped."""
+        """Seconds of decodes and verifications in graphs, which stages have not; verifications that a larger graph
+        serves faster are dropped."""
+        if self._stage is not None:
+            return {}
         timed = [shape for shape in self._graphs.shapes if shape.max_query_len == 1 or shape.is_verification]
-        seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
+        seconds = self._graphs.time_steps(timed, plan, self._draw)
         seconds = self._parallel.decide(seconds)
         self._graphs.drop(slower := slower_than_larger(seconds))
         return {shape: took for shape, took in seconds.items() if shape not in slower}
@@ -265,14 +268,16 @@ class ModelRunner:
         if not sampling:
             self._sampled = None
             return LaunchedSample()
-        positions = tensors.batch.positions
-        if len(sampling) == len(step.token_ids):
-            hidden, positions = hidden[: len(sampling)], positions[: len(sampling)]
+        is_whole, greedy = len(sampling) == len(step.token_ids), None
+        rows = slice(len(sampling)) if is_whole else tensors.batch.logits_indices
+        drawn = self._graphs.drawn(tensors.graph) if is_whole and tensors.graph is not None else None
+        if drawn is not None:
+            logits, greedy = drawn.logits[rows], drawn.token_ids[rows]
         else:
-            rows = tensors.batch.logits_indices
-            hidden, positions = hidden if tensors.is_last_only else hidden[rows], positions[rows]
-        logits = self._model.lm_head(self._model.final(hidden))
-        tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
+            hidden = hidden if tensors.is_last_only and not is_whole else hidden[rows]
+            logits = self._model.lm_head(self._model.final(hidden))
+        positions = tensors.batch.positions[rows]
+        tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, greedy=greedy)
         self._sampled = SampledTokens(ids, tokens.token_ids)
         taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else NO_PROMPTS
         return LaunchedSample(tokens, taken)
@@ -329,8 +334,9 @@ class ModelRunner:
     def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward_last(batch, self._kv_caches)
 
-    def _draw_greedily(self, hidden: torch.Tensor) -> None:
-        self._sampler.greedy(self._model.lm_head(self._model.final(hidden)))
+    def _draw(self, hidden: torch.Tensor) -> Drawn:
+        logits = self._model.lm_head(self._model.final(hidden))
+        return Drawn(logits, ops.greedy(logits))
 
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.

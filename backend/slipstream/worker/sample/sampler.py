@@ -37,7 +37,8 @@ class Sampled:
 
 
 class PendingTokens:
-    """Tokens drawn on the device, being copied to the host. token_ids: [number of rows] int64, on the device."""
+    """Tokens drawn on the device, being copied to the host. token_ids: [number of rows] int64, on the device, valid
+    until the next forward pass: those of plain requests may be in memory of a graph."""
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class Sampler:
         paths: Paths | None = None,
         judge: Judge | None = None,
         masks: GrammarMasks | None = None,
+        greedy: torch.Tensor | None = None,
     ) -> PendingTokens:
         """Draw one token per row. logits: [len(requests), vocab] in the model's dtype; may be changed in place.
 
@@ -149,9 +151,10 @@ class Sampler:
         positions: [len(requests)] int64, of each row's own token. Log-probabilities are those of the unchanged logits.
         previous: the tokens of the step before, if the host may not know them yet. paths: per row, the drafts before
         it. judge: may replace the drawn tokens. masks: of rows with a grammar.
+        greedy: the ids of the highest logits, if they are known; they may be in memory of a graph.
         """
         if self._are_plain(requests):  # the largest is the largest in any dtype
-            return self.greedy(logits)
+            return PendingTokens(ops.greedy(logits) if greedy is None else greedy)
         rows = self._compose(requests)
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
@@ -181,10 +184,6 @@ class Sampler:
         ops.apply_penalties(scores, history, count, count, repetition=one, presence=one, frequency=one)
         ops.apply_bias(scores, 0 * one.long(), one.long(), one)
         warm_up_logprobs(scores, max_logprobs)
-
-    def greedy(self, logits: torch.Tensor) -> PendingTokens:
-        """`sample` for rows whose requests are all plain."""
-        return PendingTokens(ops.greedy(logits))
 
     def _are_plain(self, requests: list[RequestState]) -> bool:
         """Whether all tokens are the argmax of unchanged logits. The same list has the same requests."""

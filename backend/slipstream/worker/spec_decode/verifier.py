@@ -30,7 +30,7 @@ from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.penalties import Paths
-from slipstream.worker.sample.sampler import Draws, Sampler
+from slipstream.worker.sample.sampler import Draws, PendingTokens, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.warm_up import warm_up_acceptance
 
@@ -262,7 +262,7 @@ class Verifier:
         rows = slice(verification.num_rows) if all_sample else batch.logits_indices
         logits = self._model.lm_head(self._model.final(running.hidden[rows]))
         if all(one.state.is_plain for one in drafted):
-            tokens = self._sampler.greedy(logits)
+            tokens = PendingTokens(ops.greedy(logits))
         else:
             tokens = self._sampler.sample(
                 verification.states,
