@@ -180,6 +180,7 @@ class Sampler:
         history, count = one.int()[None], one.int()
         ops.apply_penalties(scores, history, count, count, repetition=one, presence=one, frequency=one)
         ops.apply_bias(scores, 0 * one.long(), one.long(), one)
+        self._masks.warm_up(scores)
         warm_up_logprobs(scores, max_logprobs)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
