@@ -71,6 +71,7 @@ from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
 from slipstream_kernels.sample.sample import greedy, sample
+from slipstream_kernels.sample.token_masks import apply_token_masks
 from slipstream_kernels.select import BACKENDS, select
 from slipstream_kernels.spec.accept_drafts import AcceptedRows, accept_drafts, empty_accepted_rows
 from slipstream_kernels.spec.prepare_draft_inputs import LevelRows, prepare_draft_inputs
@@ -109,6 +110,7 @@ __all__ = [
     "activation_sum_columns",
     "apply_bias",
     "apply_penalties",
+    "apply_token_masks",
     "block_scales",
     "combine_experts",
     "compact_kv",

@@ -87,6 +87,20 @@ def test_a_process_that_never_starts_ends_who_waits_for_it(tiny_llama: Path) -> 
     engine.close()
 
 
+def test_where_xgrammar_is_not_installed_only_guided_requests_fail(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xgrammar.py").write_text("raise ImportError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = make_engine(tiny_llama)
+    told = dict([start(engine), start(engine, replace(GUIDED, guide=None))])
+    run_steps(engine, told)
+    guided, free = told.values()
+    assert guided.fault is CapacityError and guided.error.startswith("structured output is not available")
+    assert free.error == "" and free.token_ids and engine.error is None
+    engine.close()
+
+
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path) -> Iterator[Engine]:
     with served_engine(tiny_llama, StructuredOutputConfig(max_compile_ms=1500)) as engine:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled_kernels import DRAWS, note_draws
 from engine_driver import GREEDY, Told, make_engine, model_worker, run_all
+from slipstream.core.sampling_params import Guide
 
 SHORT = replace(GREEDY, max_tokens=4)
 SAMPLED = replace(SHORT, temperature=0.9, seed=5)
@@ -18,6 +19,7 @@ KINDS = (
     replace(SHORT, logit_bias=((9, 3.0), (11, -1.0)), bad_words_ids=((4, 5), (7,))),
     replace(SAMPLED, min_tokens=3, stop_token_ids=(5, 6, 7), logprobs=0),
     replace(SHORT, prompt_logprobs=3),
+    replace(SAMPLED, guide=Guide("regex", "[a-z]{3}")),
 )
 
 
@@ -25,6 +27,7 @@ KINDS = (
 def test_nothing_is_compiled_behind_the_start(
     overlap: str, tiny_llama: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("xgrammar")
     engine = make_engine(tiny_llama, scheduler={"overlap_scheduling": overlap})
     compiled = note_draws(monkeypatch)
     sampler, most = model_worker(engine).runner._sampler, engine.config.serving.max_logprobs

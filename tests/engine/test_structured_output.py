@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import xgrammar
 from engine_driver import Told, make_engine, run_steps
 from slipstream.core.errors import RequestError
@@ -16,7 +19,23 @@ from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_compiler import GrammarCompiler
 from slipstream.engine.grammar_host import DEAD_END
+from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
 
+ENGINE_OF_ITS_OWN = """
+import json, sys
+from pathlib import Path
+sys.path[:] = {path!r}
+from engine_driver import GREEDY, make_engine, run_all
+from slipstream.core.sampling_params import Guide
+from dataclasses import replace
+engine = make_engine(Path({checkpoint!r}))
+before, found = set(), []
+for guide in (None, Guide("regex", "[a-z]{{3}}")):
+    before = set(sys.modules)
+    found += run_all(engine, [[70, 201, 33]], replace(GREEDY, temperature=1.0, max_tokens=9, guide=guide))
+print(json.dumps([engine.tokenizer.decode(found[-1].token_ids, True), sorted(set(sys.modules) - before)]))
+engine.close()
+"""
 PROMPT = [70, 201, 33]
 SCHEMA = {
     "type": "object",
@@ -108,6 +127,38 @@ def test_regex_matches_wholly(engine: Engine) -> None:
 def test_ebnf_is_obeyed(engine: Engine) -> None:
     texts = _texts(engine, replace(PARAMS, n=6, guide=GUIDES["ebnf_grammar"]))
     assert texts and all(_is_in_ebnf(text) for text in texts)
+
+
+def test_a_grammar_makes_the_engine_import_nothing(tiny_llama: Path) -> None:
+    """xgrammar takes 0.7 s, in which no stream gets a token: only the grammar processes have it."""
+    code = ENGINE_OF_ITS_OWN.format(path=[place for place in sys.path if place], checkpoint=str(tiny_llama))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    text, imported = json.loads(done.stdout)
+    assert re.fullmatch("[a-z]{3}", text)
+    assert imported == ["slipstream_kernels.sample.reference.token_masks"]  # on a GPU the warm-up imports Triton-lang's
+
+
+def test_masks_do_what_xgrammar_would_do() -> None:
+    """Also where the vocabulary ends within a word, and where logits are wider than it: these stay."""
+    vocab_size, rows = 4100, [6, 0, 3]
+    logits, generator = torch.randn(8, vocab_size + 60), torch.Generator().manual_seed(1)
+    bits = torch.randint(-(1 << 31), 1 << 31, (8, -(-vocab_size // 32)), generator=generator).int()
+    expected = logits.clone()
+    xgrammar.apply_token_bitmask_inplace(expected, bits, vocab_size=vocab_size, indices=rows)
+    MaskApplier(vocab_size, logits.device).apply(logits, GrammarMasks(rows, bits[rows].numpy()))
+    assert torch.equal(logits, expected) and 0 < int(logits.isinf().sum()) < 3 * vocab_size
+
+
+def test_tokens_of_the_head_that_the_tokenizer_lacks_are_forbidden(engine: Engine) -> None:
+    num_known = engine.tokenizer.vocab_size
+    vocab_size = num_known + 75
+    compiler = GrammarCompiler(engine.config.model.model, vocab_size, [0])
+    bits = xgrammar.allocate_token_bitmask(1, vocab_size)
+    xgrammar.GrammarMatcher(compiler.compile(GUIDES["json"])).fill_next_token_bitmask(bits)
+    logits = torch.zeros(2, vocab_size)
+    MaskApplier(vocab_size, logits.device).apply(logits, GrammarMasks([1], bits.numpy()))
+    assert logits[1, num_known:].isneginf().all() and logits[1, :num_known].isfinite().any()
+    assert not logits[0].any()
 
 
 def test_guides_survive_preemption(tiny_llama: Path) -> None:

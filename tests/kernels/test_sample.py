@@ -163,6 +163,30 @@ def test_bias_adds_and_forbids(device, backend) -> None:
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize(("vocab_size", "num_words"), [(1, 1), (50, 2), (2500, 79), (2500, 90), (2500, 40)])
+def test_token_masks_forbid(device, backend, vocab_size, num_words) -> None:
+    """Rows in any order, in logits that are a part of wider ones; words beyond the vocabulary, and too few of them."""
+    wide = torch.randn(6, vocab_size + 3, device=device)
+    wide[0, ::7], wide[2, ::5] = float("nan"), float("inf")
+    rows, generator = [5, 0, 2], torch.Generator().manual_seed(vocab_size + num_words)
+    bits = torch.randint(-(1 << 31), 1 << 31, (3, num_words), generator=generator).int()
+    bits[1], expected = torch.tensor([0, -1] * num_words)[:num_words], wide.clone()
+    for row, words in zip(rows, bits.tolist()):
+        for token_id in range(min(vocab_size, 32 * num_words)):
+            if not words[token_id // 32] >> token_id % 32 & 1:
+                expected[row, token_id] = float("-inf")
+    assert (expected == float("-inf")).any() and (vocab_size == 1 or expected[rows].isnan().any())
+    ops.apply_token_masks(wide[:, :vocab_size], torch.tensor(rows, device=device), bits.to(device), backend=backend)
+    torch.testing.assert_close(wide, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_row_is_masked(device, backend) -> None:
+    logits = torch.zeros(2, 40, device=device)
+    rows, bits = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, 2, dtype=torch.int32, device=device)
+    ops.apply_token_masks(logits, rows, bits, backend=backend)
+    assert not logits.any()
+
+
 @pytest.mark.parametrize("k", [0, 4, 21, 130])
 def test_top_logprobs(device, backend, k) -> None:
     logits = 4 * torch.randn(5, 5000, device=device)

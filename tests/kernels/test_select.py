@@ -67,6 +67,11 @@ def test_attention_names_the_bad_tensor(name: str, change) -> None:
         ("values", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(2))),
         ("token_ids", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.tensor([-1]), torch.zeros(1))),
         ("rows", lambda x: ops.apply_bias(x, torch.tensor([x.shape[0]]), torch.zeros(1).long(), torch.zeros(1))),
+        ("logits", lambda x: ops.apply_token_masks(x.half(), torch.zeros(1).long(), torch.zeros(1, 1).int())),
+        ("rows", lambda x: ops.apply_token_masks(x, torch.zeros(1).int(), torch.zeros(1, 1).int())),
+        ("rows: from 0 to 4", lambda x: ops.apply_token_masks(x, torch.tensor([0, 4]), torch.zeros(2, 1).int())),
+        ("bits: torch.int64", lambda x: ops.apply_token_masks(x, torch.zeros(1).long(), torch.zeros(1, 1).long())),
+        ("bits: shape", lambda x: ops.apply_token_masks(x, torch.zeros(1).long(), torch.zeros(2, 1).int())),
         ("k: 9", lambda x: ops.top_logprobs(x, 9, torch.zeros(4).long())),
     ],
 )

@@ -29,6 +29,7 @@ OPS = {
 # module of the contract -> its functions, and their kernels
 DRAWS = {
     "sample.penalties": (("apply_penalties", "apply_bias"), ("_count_kernel", "_penalise_kernel", "_bias_kernel")),
+    "sample.token_masks": (("apply_token_masks",), ("_mask_kernel",)),
     "sample.logprobs": (("top_logprobs",), ("_logprob_chunk_kernel", "_logprob_row_kernel")),
 }
 

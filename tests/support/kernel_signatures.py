@@ -319,6 +319,11 @@ KERNELS = [
         {"BLOCK": 1024}, 4,
     ),
     (
+        "token_masks", "_mask_kernel",
+        {**STRIDES, "logits_ptr": "*fp32", "rows_ptr": "*i64", "bits_ptr": "*i32", "num_words": "i32"},
+        {"BLOCK": 1024}, 4,
+    ),
+    (
         "compact_kv", "_move_kernel", MOVES,
         {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "HAS_WORDS": True, "WIDTH": 64, "WIDTH_PADDED": 64}, 1,
     ),

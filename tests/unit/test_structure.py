@@ -103,6 +103,16 @@ def test_nothing_of_the_package_imports_the_encoders() -> None:
             assert not {n for n in imports_of(path) if n.startswith("slipstream.encoders")}, path.relative_to(ROOT)
 
 
+def test_only_the_grammar_processes_import_xgrammar() -> None:
+    """They are started by name (engine/grammar_link.py), so that nothing that the engine imports leads there."""
+    names = ("structural_tags", "grammar_compiler", "grammar_worker", "grammar_process")
+    inside = {f"slipstream.engine.{name}" for name in names}
+    for path in [*package_files("slipstream"), *package_files("slipstream_kernels")]:
+        if module_name(path) not in inside:
+            bad = {name for name in imports_of(path) if name in inside or name.split(".")[0] == "xgrammar"}
+            assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}"
+
+
 def test_client_examples_import_only_tritonclient() -> None:
     import sys
 

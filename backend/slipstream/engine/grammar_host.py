@@ -7,9 +7,7 @@ in a new one from their tokens; the same happens if a process is killed from out
 
 from __future__ import annotations
 
-import importlib
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -53,7 +51,6 @@ class GrammarHost:
         self._stuck: dict[int, GrammarState] = {}  # by id: forgotten during a call
         self._changed: list[GrammarState] = []
         self._check_due = 0.0
-        self._importing: threading.Thread | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -67,9 +64,6 @@ class GrammarHost:
     def start(self, states: Sequence[GrammarState]) -> None:
         """Compile the grammar that the states share, if needed, and create a matcher for each."""
         guide = states[0].guide
-        if self._importing is None:  # the code that applies masks takes 1 s to import: do it outside of steps
-            self._importing = threading.Thread(target=lambda: importlib.import_module("xgrammar"), daemon=True)
-            self._importing.start()
         key = key_of(guide)
         for state in states:
             self._num_started += 1

@@ -183,6 +183,7 @@ class Sampler:
         history, count = one.int()[None], one.int()
         ops.apply_penalties(scores, history, count, count, repetition=one, presence=one, frequency=one)
         ops.apply_bias(scores, 0 * one.long(), one.long(), one)
+        self._masks.warm_up(scores)
         warm_up_logprobs(scores, max_logprobs)
 
     def _are_plain(self, requests: list[RequestState]) -> bool:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from slipstream_kernels import ops
+
+from slipstream.worker.host_copy import pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +24,19 @@ class GrammarMasks:
 
 
 class MaskApplier:
-    """Sets forbidden logits to -inf."""
+    """Sets forbidden logits to -inf. vocab_size: of the model's head, which may have tokens that the tokenizer lacks:
+    grammars forbid these."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._bitmask = torch.empty(0, 0, dtype=torch.int32)
 
     def apply(self, logits: torch.Tensor, masks: GrammarMasks) -> None:
-        """In place. logits: [num_rows, vocab] fp32."""
-        if not masks.rows:
-            return
-        import xgrammar
+        """In place, without waiting for the device. logits: [num_rows, vocab] fp32."""
+        if masks.rows:
+            rows, bits = pack([np.array(masks.rows, np.int64), masks.bits], self._device)
+            ops.apply_token_masks(logits[:, : self._vocab_size], rows, bits)
 
-        if self._bitmask.shape[0] < logits.shape[0]:
-            bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
-            self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
-        self._bitmask[torch.tensor(masks.rows)] = torch.from_numpy(masks.bits)
-        bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips rows with stale bits
-        xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=masks.rows)
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile what `apply` runs. logits: [1, vocab] fp32, which stay."""
+        self.apply(logits, GrammarMasks([0], np.full((1, -(-self._vocab_size // 32)), -1, np.int32)))
