@@ -178,11 +178,25 @@ def test_short_contexts_keep_the_least_chunk() -> None:
 @pytest.mark.parametrize(("max_step_s", "expected"), [(0.01, 1), (0.0, 4)])
 def test_a_bound_that_is_set_holds_and_another_leaves_an_eighth(max_step_s: float, expected: int) -> None:
     budget = paced(max_step_s)
-    budget._pace._quiet_s, budget._pace._steps[0] = 0.001, (1000.0, 5.0, 0.001)
-    budget._pace._steps = type(budget._pace._steps)([(1.0, 5.0, 0.001)] * 15)
+    for _ in range(15):
+        budget._pace.note(0.0, True, 0.001)
+        budget._pace.note(1.0, True, 5.0, is_layered=True)
     step = begin(budget)
     assert budget.take_layers(behind(9000), 1000, 4096)
     assert step.layered.end_layer == expected
+
+
+def test_layers_that_are_cheap_become_more() -> None:
+    """A layer beside 7 ms of decodes takes half a millisecond: 10 ms have room for six, though a step with one takes
+    three quarters of its time."""
+    budget, request, taken = paced(0.01), behind(9000), []
+    for _ in range(40):
+        budget._pace.note(0.0, True, 0.007)
+        step = begin(budget)
+        assert budget.take_layers(request, 1000, 4096)
+        taken.append(step.layered.end_layer - step.layered.first_layer)
+        budget._pace.note(step.prefill_weight, True, 0.007 + 0.0005 * taken[-1], is_layered=True)
+    assert taken[0] == 1 and 5 <= max(taken[20:]) <= 6
 
 
 def test_decodes_are_measured_soon_where_nothing_fits() -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.core.config import SchedulerConfig
 from slipstream.core.layered_prefill import LayeredPrefill
@@ -40,12 +41,23 @@ _DEAR = 2.0
 _LEAST_SHARE = 1 / 8
 
 
+class _MixedStep(NamedTuple):
+    """weight: of its prompts' tokens. quiet_s: what decodes were a part of its seconds. is_layered: they went through
+    layers by themselves, in addition to the decodes."""
+
+    weight: float
+    seconds: float
+    quiet_s: float
+    is_layered: bool
+
+
 class StepPace:
     """How many weighed tokens of prompts make a step with decodes as long as it may be, by the last steps' times.
 
     A step's time grows slowly while its few rows wait for the weights, then with every token. So a measured step says
     only what surely fits: if it took less than it may, more tokens in proportion to its whole time; if it took longer,
-    fewer in proportion to what they added. What most steps say less than is taken.
+    fewer in proportion to what they added. What most steps say less than is taken. Layers that a chunk goes through by
+    itself add up, so more of them fit in proportion to what they added.
 
     max_step_s: 0: AUTO_STEP_SECONDS, longer by one for every PROMPTS_OF_A_STEP prompts that wait, up to MOST_STEPS of
     them; or AUTO_RATIO quiet steps, if that is more.
@@ -55,8 +67,7 @@ class StepPace:
         self._max_step_s = max_step_s
         self._quiet: deque[float] = deque(maxlen=_NUM_QUIET)  # seconds of steps without prompts
         self._quiet_s = 0.0  # their median
-        # Weight and seconds of steps with prompts, and of the latter what decodes were a part of.
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_NUM_STEPS)
+        self._steps: deque[_MixedStep] = deque(maxlen=_NUM_STEPS)
         self._num_mixed = 0  # steps with decodes and prompts since one of decodes alone
 
     @property
@@ -79,16 +90,16 @@ class StepPace:
             return math.inf
         backlog = min(max(num_waiting / PROMPTS_OF_A_STEP, 1.0), MOST_STEPS)
         target = self._max_step_s or max(AUTO_STEP_SECONDS * backlog, AUTO_RATIO * self._quiet_s)
-        fitting = sorted(self._fitting(target, *step) for step in self._steps)
+        fitting = sorted(self._fitting(target, step) for step in self._steps)
         return fitting[math.ceil(_ENOUGH * len(fitting)) - 1]
 
-    def _fitting(self, target: float, weight: float, seconds: float, quiet_s: float) -> float:
+    def _fitting(self, target: float, step: _MixedStep) -> float:
         """Tokens that fit beside today's decodes, as one step shows it."""
-        added = max(seconds - quiet_s, 0.01 * seconds, 1e-9)
+        added = max(step.seconds - step.quiet_s, 0.01 * step.seconds, 1e-9)
         room = max(target - self._quiet_s, 0.0)
-        if added + self._quiet_s >= target:
-            return weight * room / added
-        return weight * target / (added + self._quiet_s) if quiet_s else weight * room / added
+        if added + self._quiet_s >= target or step.is_layered or not step.quiet_s:
+            return step.weight * room / added
+        return step.weight * target / (added + self._quiet_s)
 
     def note(self, weight: float, has_decodes: bool, seconds: float, is_layered: bool = False) -> None:
         """Record a step. weight: of its prompts' tokens, as PrefillBudget weighs them. is_layered: of some layers of a
@@ -101,8 +112,8 @@ class StepPace:
         self._num_mixed += has_decodes
         # Fewer take as long as their launches, and say too little of more: they count until more have been measured.
         is_enough = is_layered or weight >= MIN_CHUNK
-        if is_enough or weight > max((known for known, _, _ in self._steps), default=0.0):
-            self._steps.append((weight, seconds, self._quiet_s if has_decodes else 0.0))
+        if is_enough or weight > max((known.weight for known in self._steps), default=0.0):
+            self._steps.append(_MixedStep(weight, seconds, self._quiet_s if has_decodes else 0.0, is_layered))
 
 
 class PrefillBudget:
