@@ -5,7 +5,9 @@
 
 Random weights of the shape, random prompts, greedy. ttft: one prompt, computed in full. tpot: decodes behind contexts
 that are registered as cached but never computed, as their values do not change the time. beside: the time between two
-tokens of streams, quiet and while a prompt is computed, for values of max_mixed_prefill_tokens and max_mixed_step_ms.
+tokens of streams, quiet and while a prompt is computed, for values of max_mixed_prefill_tokens, max_mixed_step_ms and
+max_mixed_step_ratio. Contexts of the streams grow by a token a step, so they are measured before and behind a prompt,
+and p99_ratio is that of gaps over the quiet p99 of their time, taken to grow evenly.
 """
 
 from __future__ import annotations
@@ -85,11 +87,12 @@ def measure_beside(bench: EngineBench, arguments: argparse.Namespace) -> Iterato
     streams = bench.submit(draw_prompts(bench.shape, arguments.streams, arguments.stream_len), arguments.stream_tokens)
     decode(bench, streams, NUM_WARM)
     scheduler, length = bench.engine.scheduler, (arguments.beside_length or arguments.length) - 2
-    settings = [(limit, arguments.step_ms[0]) for limit in arguments.limits]
-    settings += [(arguments.limits[0], step_ms) for step_ms in arguments.step_ms[1:]]
-    for seed, (limit, step_ms) in enumerate(settings):
+    settings = [(limit, arguments.step_ms[0], 0.0) for limit in arguments.limits]
+    settings += [(arguments.limits[0], step_ms, 0.0) for step_ms in arguments.step_ms[1:]]
+    settings += [(arguments.limits[0], 0, ratio) for ratio in arguments.ratios]
+    for seed, (limit, step_ms, ratio) in enumerate(settings):
         most = limit or scheduler.config.max_num_batched_tokens
-        pace = StepPace(step_ms * 1e-3)
+        pace = StepPace(step_ms * 1e-3, ratio)
         layered = LayeredPrefill(bench.engine.spec.num_layers)
         scheduler.prefill_budget = PrefillBudget(most, bench.engine.spec.attention_parity, pace, layered=layered)
         [warm] = bench.submit(draw_prompts(bench.shape, 1, min(2048, length), 1000 + seed), 1)
@@ -102,12 +105,13 @@ def measure_beside(bench: EngineBench, arguments: argparse.Namespace) -> Iterato
         [prompt] = bench.submit([tokens], 1)
         during = gaps(bench, streams[0], until=prompt)
         ttft = time.perf_counter() - start
+        later = gaps(bench, streams[0], arguments.quiet_steps)
         assert not streams[0].is_finished, "the streams ended before the prompt: raise --stream-tokens"
         yield {"what": "beside", "streams": arguments.streams, "input_len": length, "limit_tokens": most,
-               "cached": prompt.num_cached_tokens, "step_ms": step_ms, "steps": len(during),
+               "cached": prompt.num_cached_tokens, "step_ms": step_ms, "step_ratio": ratio, "steps": len(during),
                "ttft_ms": round(ttft * 1e3, 1),
-               "quiet_ms": percentiles(quiet), "during_ms": percentiles(during),
-               "p99_ratio": round(p99(during) / p99(quiet), 2)}  # fmt: skip
+               "quiet_ms": percentiles(quiet), "quiet_after_ms": percentiles(later), "during_ms": percentiles(during),
+               "p99_ratio": round(p99(over_quiet(during, p99(quiet), p99(later))), 2)}  # fmt: skip
     for stream in streams:
         bench.engine.finish(stream)
     step_until(bench, lambda: not bench.engine.has_work)
@@ -131,9 +135,19 @@ def p99(seconds: list[float]) -> float:
     return sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
 
 
+def over_quiet(during: list[float], before: float, behind: float) -> list[float]:
+    """Each gap over what a quiet one takes at its time, between these two."""
+    grown = (behind - before) / len(during)
+    return [seconds / (before + grown * index) for index, seconds in enumerate(during)]
+
+
 def percentiles(seconds: list[float]) -> Record:
     found = {"p50": statistics.median(seconds), "p99": p99(seconds), "max": max(seconds)}
     return {name: round(value * 1e3, 2) for name, value in found.items()}
+
+
+def floats(text: str) -> list[float]:
+    return [float(number) for number in text.split(",") if number]
 
 
 MEASURES = {"ttft": measure_ttft, "tpot": measure_tpot, "beside": measure_beside}
@@ -152,6 +166,7 @@ def main() -> None:
     parser.add_argument("--limits", type=numbers, default=[0], help="values of max_mixed_prefill_tokens")
     step_ms = "values of max_mixed_step_ms: the first with all limits, the others with the first limit"
     parser.add_argument("--step-ms", type=numbers, default=[0], help=step_ms)
+    parser.add_argument("--ratios", type=floats, default=[], help="values of max_mixed_step_ratio, without the others")
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
     parser.set_defaults(batches=[1, 4])
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import FinishReason, Request
 from slipstream.engine.engine import Engine
 from slipstream.engine.executor import SerializedWorker, local_worker
+from slipstream.worker.host_copy import HostCopy
+from slipstream.worker.interface import StepResult
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import speculation
 from tiny_model import make_tiny_llama, make_tiny_windowed, save_tokenizer
@@ -155,3 +158,41 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     found = run(engine)
     assert [one.token_ids[:24] for one in found] == [one.token_ids for one in expected] and layers
     assert model_worker(engine).runner.layered._rows is None
+
+
+def test_steps_are_measured_by_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between two results that the worker reads reaches the pace of the steps."""
+    monkeypatch.setattr(HostCopy, "seconds_since", lambda copy, other: 1e-6)
+    engine = make_engine(checkpoint, scheduler={"max_mixed_step_ratio": 1.5})
+    run_all(engine, [[5, 6, 7]], replace(GREEDY, max_tokens=8))
+    pace = engine.scheduler.prefill_budget._pace
+    assert pace is not None and list(pace._quiet) == [1e-6] * 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_device_measures_its_steps(tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they take as long as the host sees them all take, and none longer."""
+    engine = make_engine(
+        make_tiny_llama(tmp_path, head_dim=64),
+        {"device": "cuda", "dtype": "bfloat16"},
+        {"block_size": 16},
+        {"overlap_scheduling": overlap},
+    )
+    measured: list[float | None] = []
+    result = engine.worker.result
+
+    def noted(step_id: int) -> StepResult:
+        found = result(step_id)
+        measured.append(found.device_s)
+        return found
+
+    monkeypatch.setattr(engine.worker, "result", noted)
+    run_all(engine, [[5, 6, 7]], replace(GREEDY, max_tokens=4))
+    del measured[:]
+    start = time.perf_counter()
+    run_all(engine, [[5, 6, 7]], replace(GREEDY, max_tokens=200))
+    took = time.perf_counter() - start
+    known = [seconds for seconds in measured[1:] if seconds is not None]
+    assert len(known) == len(measured) - 1 >= 190
+    assert min(known) > 0 and 0.5 * took < sum(known) <= took

@@ -52,6 +52,13 @@ def test_layers_that_fit_are_taken_until_the_chunk_is_through() -> None:
     assert budget._step.layered.first_layer == 0 and budget._step.layered.first_token == 9000 + MIN_CHUNK
 
 
+def test_steps_of_a_chunk_share_its_layers() -> None:
+    """31 of 32 fit: two steps take 16 each, not all but one."""
+    layered, request = LayeredPrefill(32), behind(3000)
+    chunks = [layered.next(request, 128, 4.0, most=31.5 * 16) for _ in range(2)]
+    assert [(chunk.first_layer, chunk.end_layer) for chunk in chunks] == [(0, 16), (16, 32)]
+
+
 def test_one_layer_fits_always() -> None:
     budget = budget_of(1.0)
     step = begin(budget)
@@ -171,7 +178,7 @@ def paced(max_step_s: float) -> PrefillBudget:
 def test_short_contexts_keep_the_least_chunk() -> None:
     budget = paced(0.01)
     begin(budget)
-    assert not budget.take_layers(behind(PARITY - 1), 1000, 4096)
+    assert not budget.take_layers(behind(PARITY // 4 - 1), 1000, 4096)
     assert [budget.take(0, 8, 4096) for _ in range(20)] == [8] * 16 + [0] * 4
 
 

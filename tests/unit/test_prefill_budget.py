@@ -162,6 +162,15 @@ def test_steps_take_as_long_as_they_may_from_a_prompts_beginning_to_its_end(want
     assert found[0] < 1.5 * target  # known from the prompt before
 
 
+@pytest.mark.parametrize(("bounds", "expected_s"), [((0.0, 1.5), 0.03), ((0.027, 1.5), 0.027), ((0.5, 2.0), 0.04)])
+def test_steps_take_as_many_times_as_long_as_decodes_as_they_may(
+    bounds: tuple[float, float], expected_s: float
+) -> None:
+    """Decodes alone take 20 ms. The lower bound holds."""
+    found = warmed(StepPace(*bounds), quiet_s=0.02, parity=math.inf).prompt(30_000, 32)[15:-1]
+    assert 0.9 * expected_s <= min(found) and max(found) <= 1.02 * expected_s
+
+
 def test_without_a_pace_steps_are_bounded_by_tokens_alone() -> None:
     device = warmed(None)
     assert max(device.prompt(30_000, num_decodes=8)) > 0.1
@@ -274,6 +283,24 @@ def test_a_step_after_an_idle_time_is_measured_from_its_beginning() -> None:
     assert device.step(8, 0, 3000)[0] >= 0.5 * before
 
 
+def test_what_the_device_has_measured_counts() -> None:
+    """The host launches the next step for so long that it sees this one end late; and nothing was to do before it."""
+
+    class Noting(StepPace):
+        def note(self, weight: float, has_decodes: bool, seconds: float, is_layered: bool = False) -> None:
+            found.append(seconds)
+
+    now, found = [1.0], list[float]()
+    budget = PrefillBudget(600, pace=Noting(), clock=lambda: now[0])
+    for device_s, read_at in ((0.03, 1.5), (None, 1.6), (0.9, 1.7)):
+        step = step_of(1)
+        budget.begin_step(step)
+        step.requests.append(make_request(3))
+        now[0], step.device_s = read_at, device_s
+        budget.note_done(step)
+    assert found == [pytest.approx(one) for one in (0.03, 0.1, 0.1)]
+
+
 def test_the_scheduler_measures_its_steps() -> None:
     llm = make_llm(max_num_batched_tokens=600, num_blocks=2000, max_model_len=6000)
     now = [0.0]
@@ -296,6 +323,7 @@ def test_the_scheduler_measures_its_steps() -> None:
 
 def test_a_bound_that_is_set_holds_on_a_cpu_too() -> None:
     is_paced = [PrefillBudget.of(SchedulerConfig(max_mixed_step_ms=ms))._pace is not None for ms in (0, 30)]
-    assert is_paced == [False, True]
+    is_paced.append(PrefillBudget.of(SchedulerConfig(max_mixed_step_ratio=1.5))._pace is not None)
+    assert is_paced == [False, True, True]
     whole = SchedulerConfig(max_mixed_step_ms=30, enable_chunked_prefill=False)
     assert PrefillBudget.of(whole)._pace is None

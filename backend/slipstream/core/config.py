@@ -86,12 +86,14 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_num_batched_tokens: the token budget of one step. max_mixed_prefill_tokens: of its prompts beside decodes, in
-    tokens without a context (core/prefill_budget.py); 0 = max_num_batched_tokens. max_mixed_step_ms: of such a step's
-    time; 0 = automatic on GPUs. max_waiting_requests: above it -> UNAVAILABLE."""
+    tokens without a context (core/prefill_budget.py); 0 = max_num_batched_tokens. max_mixed_step_ms,
+    max_mixed_step_ratio: of such a step's time, and of it over that of decodes alone; both 0 = automatic on GPUs.
+    max_waiting_requests: above it -> UNAVAILABLE."""
 
     max_num_batched_tokens: int = 4096
     max_mixed_prefill_tokens: int = 0
     max_mixed_step_ms: int = 0
+    max_mixed_step_ratio: float = 0.0
     max_num_seqs: int = 256
     policy: str = "max_utilization"
     max_waiting_requests: int = 1024

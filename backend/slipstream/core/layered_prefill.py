@@ -54,12 +54,14 @@ class LayeredPrefill:
 
     def next(self, request: Request, num_tokens: int, weight: float, most: float) -> LayeredChunk:
         """Go on with the request's chunk, or begin one of num_tokens. weight: of a token. most: weight that fits; one
-        layer does always. With its last layer the chunk's tokens count as computed."""
+        layer does always. The steps that a chunk still takes share its layers evenly. With its last layer the chunk's
+        tokens count as computed."""
         first_layer = 0
         if (last := self.underway(request)) is not None:
             num_tokens, first_layer = last.num_tokens, last.end_layer
-        num_layers = max(1, int(self._num_layers * most / (num_tokens * weight)))
-        end_layer = min(first_layer + num_layers, self._num_layers)
+        num_fitting = max(1, int(self._num_layers * most / (num_tokens * weight)))
+        num_left = self._num_layers - first_layer
+        end_layer = first_layer + -(-num_left // -(-num_left // num_fitting))
         chunk = LayeredChunk(request, request.num_computed_tokens, num_tokens, first_layer, end_layer)
         is_whole = end_layer == self._num_layers
         self._last, self._num_preemptions = None if is_whole else chunk, request.num_preemptions

@@ -37,7 +37,7 @@ _MOST_MIXED = 64
 # Likewise, where hardly any token seems to fit: perhaps decodes alone take longer than when they were measured last.
 _MOST_MIXED_OF_FULL = 8
 # Chunks are cut by layers where a token's weight is at least this: without a context MIN_CHUNK tokens are cheap.
-_DEAR = 2.0
+_DEAR = 1.25
 _LEAST_SHARE = 1 / 8
 
 
@@ -59,12 +59,13 @@ class StepPace:
     fewer in proportion to what they added. What most steps say less than is taken. Layers that a chunk goes through by
     itself add up, so more of them fit in proportion to what they added.
 
-    max_step_s: 0: AUTO_STEP_SECONDS, longer by one for every PROMPTS_OF_A_STEP prompts that wait, up to MOST_STEPS of
-    them; or AUTO_RATIO quiet steps, if that is more.
+    max_step_s, max_ratio: of a step, and of it over a quiet one; 0: no such bound. Without both AUTO_STEP_SECONDS,
+    longer by one for every PROMPTS_OF_A_STEP prompts that wait, up to MOST_STEPS of them; or AUTO_RATIO quiet steps, if
+    that is more.
     """
 
-    def __init__(self, max_step_s: float = 0.0) -> None:
-        self._max_step_s = max_step_s
+    def __init__(self, max_step_s: float = 0.0, max_ratio: float = 0.0) -> None:
+        self._max_step_s, self._max_ratio = max_step_s or math.inf, max_ratio or math.inf
         self._quiet: deque[float] = deque(maxlen=_NUM_QUIET)  # seconds of steps without prompts
         self._quiet_s = 0.0  # their median
         self._steps: deque[_MixedStep] = deque(maxlen=_NUM_STEPS)
@@ -73,7 +74,11 @@ class StepPace:
     @property
     def least_share(self) -> float:
         """Of a chunk that is cut by layers, what a step takes in any case: nothing if somebody has set its time."""
-        return 0.0 if self._max_step_s else _LEAST_SHARE
+        return _LEAST_SHARE if self._is_automatic else 0.0
+
+    @property
+    def _is_automatic(self) -> bool:
+        return min(self._max_step_s, self._max_ratio) == math.inf
 
     def is_quiet_due(self, most_tokens: float) -> bool:
         """Whether the next step should have decodes alone, to be measured; asks for one, not for several in a row.
@@ -88,10 +93,16 @@ class StepPace:
         """Without a context; inf until a step with a prompt was measured."""
         if not self._steps:
             return math.inf
-        backlog = min(max(num_waiting / PROMPTS_OF_A_STEP, 1.0), MOST_STEPS)
-        target = self._max_step_s or max(AUTO_STEP_SECONDS * backlog, AUTO_RATIO * self._quiet_s)
+        target = self._most_seconds(num_waiting)
         fitting = sorted(self._fitting(target, step) for step in self._steps)
         return fitting[math.ceil(_ENOUGH * len(fitting)) - 1]
+
+    def _most_seconds(self, num_waiting: int) -> float:
+        """That a step may take."""
+        if not self._is_automatic and (self._quiet_s or self._max_step_s < math.inf):
+            return min(self._max_step_s, self._max_ratio * self._quiet_s if self._quiet_s else math.inf)
+        backlog = min(max(num_waiting / PROMPTS_OF_A_STEP, 1.0), MOST_STEPS)
+        return max(AUTO_STEP_SECONDS * backlog, AUTO_RATIO * self._quiet_s)
 
     def _fitting(self, target: float, step: _MixedStep) -> float:
         """Tokens that fit beside today's decodes, as one step shows it."""
@@ -151,8 +162,8 @@ class PrefillBudget:
     ) -> PrefillBudget:
         """Prompts that must not be split have no limit. is_paced: whether time is a limit without a setting, too."""
         limit = config.max_mixed_prefill_tokens or config.max_num_batched_tokens
-        has_pace = is_paced or config.max_mixed_step_ms > 0
-        pace = StepPace(config.max_mixed_step_ms * 1e-3) if has_pace else None
+        bounds = config.max_mixed_step_ms * 1e-3, config.max_mixed_step_ratio
+        pace = StepPace(*bounds) if is_paced or any(bounds) else None
         return cls(limit if config.enable_chunked_prefill else None, attention_parity, pace, layered=layered)
 
     def begin_step(self, step: ScheduledStep, num_waiting: int = 0) -> None:
@@ -210,10 +221,14 @@ class PrefillBudget:
         return True
 
     def note_done(self, step: ScheduledStep) -> None:
-        """Measure a step whose result has come: since it was scheduled or, if later, the one before it was done."""
+        """Measure a step whose result has come: since it was scheduled or, if later, the one before it was done.
+
+        The device knows better: while the host launches the next step, it does not see that this one is done."""
         now = self._clock()
         if self._pace is not None and step.requests:
             seconds = now - max(self._last_noted, step.scheduled_at)
+            if step.device_s is not None:
+                seconds = min(step.device_s, now - step.scheduled_at)  # not what the device had nothing to do
             self._pace.note(step.prefill_weight, step.num_decodes > 0, seconds, step.layered is not None)
         self._last_noted = now
         if step is self._step:

@@ -35,7 +35,8 @@ class ScheduledStep:
     """Aligned lists, as ScheduledRequest names them: decodes first, then prefills. Empty when nothing can run.
 
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
-    adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at: of core/prefill_budget.py.
+    adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at, device_s: of
+    core/prefill_budget.py; the last is known when the step has been read.
     run: if its decodes go on alike. grown: of such decodes, all with new blocks since the step before.
     layered: some layers of a prompt's chunk, whose request is not among `requests` then.
     """
@@ -52,6 +53,7 @@ class ScheduledStep:
     num_decodes: int = 0
     prefill_weight: float = 0.0
     scheduled_at: float = 0.0
+    device_s: float | None = None
     run: DecodeRun | None = None
     grown: list[Request] = field(default_factory=list)
     layered: LayeredChunk | None = None

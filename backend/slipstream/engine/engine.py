@@ -309,7 +309,7 @@ class Engine:
 
     def _read(self, in_flight: InFlightStep, outputs: list[StepOutput]) -> None:
         result = self.worker.result(in_flight.step_id)
-        sampled = sampled_step(in_flight, result)
+        in_flight.step.device_s, sampled = result.device_s, sampled_step(in_flight, result)
         self._inputs.note_accepted(in_flight.step_id, in_flight.step, sampled.accepted_rows)
         if result.processors is not None:
             self.stats.observe(Metric.PROCESSOR_TIME, result.processors.seconds)

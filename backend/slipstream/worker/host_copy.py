@@ -23,8 +23,14 @@ class HostCopy:
         if tensors and tensors[0].is_cuda:
             pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             self._tensors = [host.copy_(t, non_blocking=True) for host, t in zip(pinned, tensors)]
-            self._event = torch.cuda.Event(blocking=not is_urgent)
+            self._event = torch.cuda.Event(blocking=not is_urgent, enable_timing=not is_urgent)
             self._event.record()
+
+    def seconds_since(self, other: HostCopy) -> float | None:
+        """Between both copies, as the device saw them, when both have been read; None on a CPU. Neither is urgent."""
+        if self._event is None or other._event is None:
+            return None
+        return other._event.elapsed_time(self._event) * 1e-3
 
     def rows(self) -> list[bytes]:
         """The rows of the first tensor."""

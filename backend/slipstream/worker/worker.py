@@ -31,6 +31,7 @@ from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.model_runner import ModelRunner, finish_phase, load_target
 from slipstream.worker.request_state import RequestStates
 from slipstream.worker.residency import HostWeights, freeze_again, give_memory_back
+from slipstream.worker.sample.sampler import PendingTokens
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.interface import SpeculatorContext
 from slipstream.worker.spec_decode.speculator import HeadOutputs, Speculator, measured_costs
@@ -83,6 +84,7 @@ class ModelWorker:
         self._waiting: RunningStep | None = None  # for its masks
         self._staged: dict[int, _Staged] = {}  # by step id, in order
         self._launched: dict[int, _Launched] = {}  # by step id, in order
+        self._read: PendingTokens | None = None  # of the step that was read last
 
     @property
     def info(self) -> WorkerInfo:
@@ -135,7 +137,11 @@ class ModelWorker:
             self._leave_stages(self._staged.pop(step_id))
         for other in [known for known in self._launched if known < step_id]:
             del self._launched[other]
-        return self._launched[step_id].sample.result()
+        sample = self._launched[step_id].sample
+        result, before, self._read = sample.result(), self._read, sample.tokens
+        if before is not None and self._read is not None:
+            result = replace(result, device_s=self._read.seconds_since(before))
+        return result
 
     @torch.inference_mode()
     def draft(self, drafts: DraftInput) -> DraftResult:

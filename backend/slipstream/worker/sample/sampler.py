@@ -55,6 +55,10 @@ class PendingTokens:
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
         self._copy = HostCopy((token_ids, *logprobs))
 
+    def seconds_since(self, other: PendingTokens) -> float | None:
+        """Of the device, between the steps that drew both; both have been read."""
+        return self._copy.seconds_since(other._copy)
+
     def result(self) -> Sampled:
         """Wait for this step, but not for those launched after it."""
         token_ids, *columns = self._copy.lists()
