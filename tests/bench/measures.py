@@ -23,6 +23,7 @@ from shapes import SHAPES, Shape
 Record = dict[str, Any]
 Prompt = list[int]
 WARM_UP = ((4, 256, 16), (1, 2048, 4))  # prompts, their length, output length
+BLOCK_SIZE = 64  # the engine's default on a GPU; others have smaller ones
 RATIO_KEYS = ("what", "batch", "context", "input_len", "num_prompts", "output_len", "concurrency", "adapters")
 
 
@@ -63,6 +64,11 @@ def warm_up(bench: Bench) -> None:
         bench.timed(draw_prompts(bench.shape, count, min(length, bench.max_model_len - num_output)), num_output)
 
 
+def in_blocks(num_tokens: int) -> int:
+    """What a sequence takes of a pool whose blocks have up to BLOCK_SIZE tokens."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
 def measure_prefill(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
     for length in arguments.prefill_lens:
         if length < bench.max_model_len:
@@ -75,9 +81,9 @@ def measure_prefill(bench: Bench, arguments: argparse.Namespace) -> Iterator[Rec
 def measure_decode(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
     short, long = arguments.decode_short, arguments.decode_long
     for context, batch in itertools.product(arguments.contexts, arguments.batches):
-        if batch * context > (arguments.most_tokens or bench.pool_tokens):
+        if arguments.most_tokens and batch * context > arguments.most_tokens:
             continue
-        if batch * (context + long) > bench.pool_tokens:
+        if batch * in_blocks(context + long) > bench.pool_tokens:
             yield {"what": "decode", "batch": batch, "context": context, "skipped": "the KV cache does not hold it"}
             continue
         prompts = draw_prompts(bench.shape, batch, context)
@@ -105,7 +111,7 @@ def measure_batch(bench: Bench, arguments: argparse.Namespace) -> Iterator[Recor
     num_input, num_output, short = arguments.input_len, arguments.output_len, arguments.decode_short
     for batch in arguments.batches:
         sizes = {"what": "batch", "batch": batch, "input_len": num_input, "output_len": num_output}
-        if batch * (num_input + num_output) > bench.pool_tokens:
+        if batch * in_blocks(num_input + num_output) > bench.pool_tokens:
             yield {**sizes, "skipped": "the KV cache does not hold it"}
             continue
         prompts = draw_prompts(bench.shape, batch, num_input)

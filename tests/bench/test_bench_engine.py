@@ -75,11 +75,14 @@ def test_a_step_is_what_more_tokens_take() -> None:
     bench = SimpleNamespace(shape=bench_engine.SHAPES["demo"], max_model_len=64, pool_tokens=1000)
     bench.timed = lambda prompts, num_output: 0.5 + 0.01 * num_output
     asked = {"decode_short": 2, "decode_long": 5, "contexts": [8, 16], "batches": [2, 200], "decode_repeats": 3}
-    asked["prefix_caching"] = True
+    asked |= {"prefix_caching": True, "most_tokens": 0}
     [record, skipped, longer, _] = measure_decode(bench, Namespace(**asked, weight_bytes=2, kv_bytes=2))
     assert (record["context"], longer["context"]) == (8, 16)
     assert (record["tpot_ms"], record["out_tok_s"], record["batch"]) == (10, 200, 2)
     assert skipped["batch"] == 200 and "does not hold it" in skipped["skipped"]
+    asked |= {"batches": [15, 16, 30], "contexts": [16], "most_tokens": 300}
+    found = list(measure_decode(bench, Namespace(**asked, weight_bytes=2, kv_bytes=2)))
+    assert [(record["batch"], "skipped" in record) for record in found] == [(15, False), (16, True)], "blocks of 64"
 
 
 def test_memory_is_compared_with_the_plan_of_the_same_rank(monkeypatch: pytest.MonkeyPatch) -> None:
