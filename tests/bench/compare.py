@@ -22,8 +22,9 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,22 +202,30 @@ def measure_all(arguments: argparse.Namespace) -> list[Record]:
     found: dict[tuple[str, str], list[Record]] = {}
     found["", ""] = [{"engine": engine, **missing, "reason": reason} for engine, reason in absent.items()]
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    is_over = threading.Event()
     for gpu in arguments.gpus:
         free.put(gpu)
 
     def measure_one(shape: str, name: str) -> None:
         gpu = free.get()
-        for engine in engines:
-            if engine not in absent:
-                found[shape, name] += measure(engine, shape, name, arguments, gpu)
-        free.put(gpu)
+        try:
+            for engine in engines:
+                if engine not in absent and not is_over.is_set():
+                    found[shape, name] += measure(engine, shape, name, arguments, gpu)
+        finally:
+            free.put(gpu)
 
     pairs = pairs_of(arguments.shape, arguments.formats)
     found |= {pair: [] for pair in pairs}
     with ThreadPoolExecutor(len(arguments.gpus)) as pool:
-        for done in [pool.submit(measure_one, *pair) for pair in pairs]:
-            done.result()
-            save(records_of(found), arguments.out)
+        try:
+            for done in as_completed([pool.submit(measure_one, *pair) for pair in pairs]):
+                done.result()
+                save(records_of(found), arguments.out)
+        except BaseException:  # and of Ctrl-C, which ends the engines that run
+            is_over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return records_of(found)
 
 

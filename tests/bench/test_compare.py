@@ -135,6 +135,21 @@ def test_engines_of_a_shape_have_one_gpu_and_shapes_have_others(compare, tmp_pat
     assert gpus[0] == gpus[1] and gpus[2] == gpus[3] and {gpus[0], gpus[2]} == {"5", "7"}
 
 
+def test_a_bench_that_breaks_ends_all(compare, tmp_path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+
+    def measure(engine: str, shape: str, name: str, *others: object) -> list[dict]:
+        asked.append(name)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(compare, "measure", measure)
+    options = ["--engines", "slipstream", "--formats", "none,fp8,wint8,wint4", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *options])
+    with pytest.raises(RuntimeError, match="broken"):
+        compare.main()
+    assert asked[0] == "none" and len(asked) < 4
+
+
 def test_an_unknown_format_is_refused(compare, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["compare.py", "--formats", "int3"])
     with pytest.raises(SystemExit):

@@ -206,6 +206,19 @@ def test_layers_that_are_cheap_become_more() -> None:
     assert taken[0] == 1 and 5 <= max(taken[20:]) <= 6
 
 
+@pytest.mark.parametrize(
+    ("max_step_s", "num_cached", "is_whole"),
+    [(0.06, 3000, False), (0.0, 3000, True), (0.06, 100, True), (1.0, 3000, True)],
+)
+def test_a_prompt_begins_with_a_token_where_a_chunk_would_pass_a_bound(
+    max_step_s: float, num_cached: int, is_whole: bool
+) -> None:
+    budget, other = paced(max_step_s), paced(max_step_s)
+    begin(budget), begin(other)
+    whole = other.take(num_cached, 1000, 4096)
+    assert whole >= 128 and budget.take_first(behind(0), num_cached, 1000, 4096) == (whole if is_whole else 1)
+
+
 def test_decodes_are_measured_soon_where_nothing_fits() -> None:
     pace = paced(0.01)._pace
     for _ in range(8):

@@ -288,17 +288,36 @@ def test_what_the_device_has_measured_counts() -> None:
 
     class Noting(StepPace):
         def note(self, weight: float, has_decodes: bool, seconds: float, is_layered: bool = False) -> None:
-            found.append(seconds)
+            found.append((weight, seconds))
 
-    now, found = [1.0], list[float]()
+    now, found = [1.0], list[tuple[float, float]]()
     budget = PrefillBudget(600, pace=Noting(), clock=lambda: now[0])
-    for device_s, read_at in ((0.03, 1.5), (None, 1.6), (0.9, 1.7)):
+    for device_s, read_at, samples in (
+        (0.03, 1.5, True),
+        (None, 1.6, True),
+        (0.9, 1.7, True),
+        (None, 1.71, False),  # no result waits for it, so its time is the next one's
+        (0.25, 2.0, True),
+    ):
         step = step_of(1)
         budget.begin_step(step)
         step.requests.append(make_request(3))
+        step.samples, step.prefill_weight = [samples], 7.0
         now[0], step.device_s = read_at, device_s
         budget.note_done(step)
-    assert found == [pytest.approx(one) for one in (0.03, 0.1, 0.1)]
+    assert found == [(7, pytest.approx(one)) for one in (0.03, 0.1, 0.1)] + [(14, 0.25)]
+
+
+def test_decodes_that_become_fewer_are_measured_at_once() -> None:
+    """Else a bound in decodes' times would hold for those that have ended."""
+    pace = StepPace(0.0, 1.5)
+    device = warmed(pace, quiet_s=0.02, parity=math.inf)
+    device.prompt(5000, 8)
+    device.quiet_s, found = 0.008, []
+    while len(found) < 30:
+        found.append(device.step(2, 1000, 30_000))
+    assert found[0][0] == 0, "one of decodes alone"
+    assert max(seconds for _, seconds in found[3:]) < 1.7 * 0.008
 
 
 def test_the_scheduler_measures_its_steps() -> None:

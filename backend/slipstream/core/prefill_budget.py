@@ -34,6 +34,8 @@ _ENOUGH = 2 / 3  # of them agree that no more tokens fit
 _NUM_QUIET = 5
 # After so many steps with decodes and prompts one has decodes alone: how long these take changes with their contexts.
 _MOST_MIXED = 64
+# Or when there are fewer decodes than this share of those that were measured.
+_FEWER = 3 / 4
 # Likewise, where hardly any token seems to fit: perhaps decodes alone take longer than when they were measured last.
 _MOST_MIXED_OF_FULL = 8
 # Chunks are cut by layers where a token's weight is at least this: without a context MIN_CHUNK tokens are cheap.
@@ -88,6 +90,11 @@ class StepPace:
         if is_due:
             self._num_mixed = 0
         return is_due
+
+    def forget_quiet(self) -> None:
+        """There are fewer decodes than when their steps were measured: the next step is one of them alone."""
+        self._quiet.clear()
+        self._num_mixed = _MOST_MIXED
 
     def most_tokens(self, num_waiting: int) -> float:
         """Without a context; inf until a step with a prompt was measured."""
@@ -151,6 +158,9 @@ class PrefillBudget:
         self._step = ScheduledStep()
         self._full = self._left = self._for_layers = math.inf
         self._last_noted = 0.0
+        self._num_quiet_decodes = 0  # of the last step without prompts
+        self._device_tells = False
+        self._unread_weight, self._unread_since = 0.0, math.inf  # of steps that no result has waited for
 
     @classmethod
     def of(
@@ -172,6 +182,9 @@ class PrefillBudget:
         step.scheduled_at = self._clock()
         self._full = self._for_layers = self._limit if step.num_decodes else math.inf
         if self._pace is not None and step.num_decodes:
+            if step.num_decodes < _FEWER * self._num_quiet_decodes:
+                self._num_quiet_decodes = step.num_decodes
+                self._pace.forget_quiet()
             most = self._pace.most_tokens(num_waiting)
             is_quiet = self._pace.is_quiet_due(most)
             self._full = 0.0 if is_quiet else min(self._limit, max(MIN_CHUNK, most))
@@ -198,6 +211,17 @@ class PrefillBudget:
         self._step.prefill_weight += num_new * weight
         return num_new
 
+    def take_first(self, request: Request, num_computed: int, num_missing: int, budget: int) -> int:
+        """`take` for a prompt that begins behind num_computed cached tokens.
+
+        Where a bound is set that a whole chunk would pass, one token begins, and layers of chunks follow."""
+        weight, num_tokens = 1.0 + num_computed / self._parity, min(MIN_CHUNK, self._limit, num_missing, budget)
+        is_strict = self._pace is not None and not self._pace.least_share
+        is_dear = weight >= _DEAR and self._for_layers < num_tokens * weight
+        if is_strict and is_dear and self._left and self._layered.takes(request, num_missing):
+            budget = min(budget, 1)
+        return self.take(num_computed, num_missing, budget)
+
     def take_layers(self, request: Request, num_missing: int, budget: int) -> bool:
         """Give the step some layers of a prompt's shortest chunk if the whole chunk does not fit.
 
@@ -223,13 +247,23 @@ class PrefillBudget:
     def note_done(self, step: ScheduledStep) -> None:
         """Measure a step whose result has come: since it was scheduled or, if later, the one before it was done.
 
-        The device knows better: while the host launches the next step, it does not see that this one is done."""
+        The device knows better: while the host launches the next step, it does not see that this one is done. Nor does
+        it wait for a step that samples nothing, which is measured with the next one."""
         now = self._clock()
         if self._pace is not None and step.requests:
+            self._device_tells |= step.device_s is not None
+            weight = self._unread_weight + step.prefill_weight
+            since = min(self._unread_since, step.scheduled_at)
+            self._unread_weight, self._unread_since = 0.0, math.inf
             seconds = now - max(self._last_noted, step.scheduled_at)
             if step.device_s is not None:
-                seconds = min(step.device_s, now - step.scheduled_at)  # not what the device had nothing to do
-            self._pace.note(step.prefill_weight, step.num_decodes > 0, seconds, step.layered is not None)
+                seconds = min(step.device_s, now - since)  # not what the device had nothing to do
+            if self._device_tells and not any(step.samples):
+                self._unread_weight, self._unread_since = weight, since
+            else:
+                self._pace.note(weight, step.num_decodes > 0, seconds, step.layered is not None)
+                if not weight:
+                    self._num_quiet_decodes = step.num_decodes
         self._last_noted = now
         if step is self._step:
             self._step = ScheduledStep()  # what its requests hold, such as adapters, is free when they have ended

@@ -251,7 +251,7 @@ class Scheduler:
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
                 break
             num_missing = request.num_tokens - len(prefix) * self.cache.block_size
-            num_new = self.prefill_budget.take(request.num_tokens - num_missing, num_missing, budget)
+            num_new = self.prefill_budget.take_first(request, request.num_tokens - num_missing, num_missing, budget)
             if num_new <= 0:
                 break
             # without chunked prefill only a preempted request that outgrew the budget of a step is split

@@ -102,4 +102,6 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
     values = num_rows * spec.hidden_size
     if parallel.num_ranks == 1:
         values += max(sizes) * spec.vocab_size
+        if spec.logit_scale != 1.0 or spec.logit_soft_cap is not None:  # in fp32, and what is made on the way
+            inputs += max(sizes) * spec.vocab_size * 2 * 4
     return GraphMemory(largest, inputs + values * hardware.dtype.itemsize)

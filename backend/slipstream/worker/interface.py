@@ -144,7 +144,8 @@ class StepResult:
     accepted: per request a bit mask of accepted rows: bit 0 the last token, bit 1 + i draft i; None without drafts.
     logprobs: by sequence id, one entry per sampled row. prompt_logprobs: by sequence id, one entry per prompt token,
     sent once with the first token, as are context_logits: rows of fp32. processors: if any request asks for one.
-    device_s: seconds between the end of the step before and of this one, as the device saw them; None: not known.
+    device_s: seconds between the end of the last step before it that sampled and of this one, as the device saw them;
+    None: not known.
     """
 
     token_ids: list[int]

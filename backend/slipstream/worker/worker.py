@@ -84,7 +84,7 @@ class ModelWorker:
         self._waiting: RunningStep | None = None  # for its masks
         self._staged: dict[int, _Staged] = {}  # by step id, in order
         self._launched: dict[int, _Launched] = {}  # by step id, in order
-        self._read: PendingTokens | None = None  # of the step that was read last
+        self._read: PendingTokens | None = None  # of the last step that was read and had any
 
     @property
     def info(self) -> WorkerInfo:
@@ -138,9 +138,11 @@ class ModelWorker:
         for other in [known for known in self._launched if known < step_id]:
             del self._launched[other]
         sample = self._launched[step_id].sample
-        result, before, self._read = sample.result(), self._read, sample.tokens
-        if before is not None and self._read is not None:
-            result = replace(result, device_s=self._read.seconds_since(before))
+        result = sample.result()
+        if sample.tokens is not None:  # else nothing was waited for: the time of the next one has this step's in it
+            if self._read is not None:
+                result = replace(result, device_s=sample.tokens.seconds_since(self._read))
+            self._read = sample.tokens
         return result
 
     @torch.inference_mode()
@@ -160,7 +162,7 @@ class ModelWorker:
         if not self._is_asleep:
             self._launched.clear()
             self._staged.clear()
-            self._waiting = None
+            self._waiting = self._read = None
             self._is_asleep = True
             del self.runner, self.speculator
             if (pipe := self._hardware.parallel.pipe) is not None:
