@@ -1,9 +1,11 @@
 """Run every test that wants a GPU, then quick speed gates; print the commit and leave report.json and report.txt.
 
     python3 tests/gpu/run_gpu_tests.py --out DIR [--commit HASH] [--shard K/N] [--jobs N] [--skip build,tests,speed]
+        [--max-seconds N]
 
 Needs a Python with torch, pytest, pytest-xdist and pytest-timeout, and nvcc; the tree may be a plain folder.  `make
 test-gpu` calls it.
+A run that is ended, by its time or by SIGTERM, takes its processes with it and reports what had passed and failed.
 Exits with 1 if a test fails, a GPU test is skipped for want of a GPU or a compiler, or a figure is more than 3 % above
 the recorded one (tests/gpu/recorded.json).  On 16 cores: building takes about two minutes, tests and gates three each.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -33,6 +36,8 @@ FOLDERS = ("tests/models", "tests/engine", "tests/encoders", "tests/bench")
 WANTS_GPU = re.compile(r"torch\.cuda\.is_available|needs_hopper|hopper_device")
 WANTS_SEVERAL = re.compile(r"torch\.cuda\.device_count")
 FAILED = re.compile(r"\b(?:FAILED|ERROR) tests/\S+")
+VERDICT = re.compile(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) tests/", re.M)
+COUNTED = {"PASSED": "passed", "FAILED": "failure", "ERROR": "error", "SKIPPED": "skipped"}  # as JUnit has them
 WITHOUT_GPU = re.compile(r"needs an? (CUDA|Hopper|GPU)|no (CUDA device|Hopper GPU|nvcc)|needs a GPU", re.I)
 MAX_SECONDS = {"build": 300, "tests": 420, "alone": 300, "speed": 180}  # of a stage; of `speed` for each format
 GIB_OF_A_PROCESS = 8  # of a GPU, at most
@@ -87,18 +92,21 @@ def environment() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **changes}
 
 
-def run_stage(name: str, command: list[str], log: Path) -> str | None:
-    """Run it with its output in `log`; why it failed, or None."""
+def run_stage(name: str, command: list[str], log: Path, deadline: float = math.inf) -> str | None:
+    """Run it with its output in `log`; why it failed, or None. deadline: of time.monotonic."""
+    seconds = max(0.0, min(MAX_SECONDS[name], deadline - time.monotonic()))
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(timeout=MAX_SECONDS[name])
+            code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return f"{log.stem}: not done after {MAX_SECONDS[name]} s, see {log.name}"
+            return f"{log.stem}: not done after {seconds:.0f} s, see {log.name}"
+        finally:
+            if process.poll() is None:  # its workers, which hold the GPU, are of its group
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return f"{log.stem}: exit code {code}, see {log.name}" if code else None
 
 
@@ -137,9 +145,9 @@ def run_tests(arguments: argparse.Namespace, report: Report) -> None:
     files = gpu_test_files(*arguments.shard)
     alone = [path for path in files if WANTS_SEVERAL.search((ROOT / path).read_text())]
     jobs = processes(arguments.jobs, report.about)
-    run_files("tests", [path for path in files if path not in alone], jobs, arguments.out, report)
+    run_files("tests", [path for path in files if path not in alone], jobs, arguments, report)
     if alone:
-        run_files("alone", alone, 1, arguments.out, report)
+        run_files("alone", alone, 1, arguments, report)
 
 
 def processes(jobs: int, about: dict[str, Any]) -> int:
@@ -148,26 +156,36 @@ def processes(jobs: int, about: dict[str, Any]) -> int:
     return min(jobs, max(1, gib // GIB_OF_A_PROCESS)) if gib else jobs
 
 
-def run_files(name: str, files: list[str], jobs: int, out: Path, report: Report) -> None:
-    junit, log = out / f"{name}.xml", out / f"{name}.log"
+def run_files(name: str, files: list[str], jobs: int, arguments: argparse.Namespace, report: Report) -> None:
+    junit, log = arguments.out / f"{name}.xml", arguments.out / f"{name}.log"
     command = [sys.executable, "-m", "pytest", "-vv", "-n", str(jobs), f"--junitxml={junit}", "-p", "no:cacheprovider"]
     # by a thread: a signal does not reach a test that waits for the GPU
     command += ["-o", f"timeout={MAX_TEST_SECONDS}", "-o", "timeout_method=thread", "--durations=20"]
     junit.unlink(missing_ok=True)
     num_problems = len(report.problems)
-    failure = run_stage(name, [*command, *files], log)
+    failure: str | None = f"{name}: ended by a signal"
+    try:
+        failure = run_stage(name, [*command, *files], log, deadline=arguments.deadline)
+    finally:
+        read_verdicts(junit, log, report)
+        if failure is not None and (len(report.problems) == num_problems or not junit.exists()):
+            report.problems.append(failure)
+
+
+def read_verdicts(junit: Path, log: Path, report: Report) -> None:
     if junit.exists():
         read_junit(junit, report)
-    else:  # stopped in the middle: what had failed by then
-        report.problems += sorted(set(FAILED.findall(log.read_text(errors="replace"))))
-    if failure is not None and (len(report.problems) == num_problems or not junit.exists()):
-        report.problems.append(failure)
+    else:  # stopped in the middle: what had passed and failed by then
+        text = log.read_text(errors="replace")
+        told = Counter(COUNTED[verdict] for verdict in VERDICT.findall(text))
+        report.counts = dict(told + Counter(report.counts))
+        report.problems += sorted(set(FAILED.findall(text)))
 
 
 def run_build(arguments: argparse.Namespace, report: Report) -> None:
     """All libraries, side by side: built one after the other, in the first tests that want them, they take an hour."""
     command = [sys.executable, "-m", "slipstream_kernels.cuda.build", "--jobs", str(arguments.jobs)]
-    failure = run_stage("build", command, arguments.out / "build.log")
+    failure = run_stage("build", command, arguments.out / "build.log", deadline=arguments.deadline)
     if failure is not None:
         report.problems.append(failure)
 
@@ -180,7 +198,7 @@ def run_speed(arguments: argparse.Namespace, report: Report) -> None:
         out = arguments.out / f"speed-{name}.jsonl"
         out.unlink(missing_ok=True)
         bench = [sys.executable, "tests/bench/bench_engine.py", "--out", str(out), *bench_options(recorded, name)]
-        failure = run_stage("speed", bench, out.with_suffix(".log"))
+        failure = run_stage("speed", bench, out.with_suffix(".log"), deadline=arguments.deadline)
         if failure is not None:
             report.problems.append(failure)
         records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -211,7 +229,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shard", type=parse_shard, default=(0, 1), metavar="K/N", help="this part of N of the work")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers, and test processes, at once")
     parser.add_argument("--skip", default="", help="stages to leave out: build, tests, speed")
-    return parser.parse_args(argv)
+    parser.add_argument("--max-seconds", type=float, default=math.inf, help="in all, from now on")
+    arguments = parser.parse_args(argv)
+    arguments.deadline = time.monotonic() + arguments.max_seconds
+    return arguments
+
+
+def run_stages(arguments: argparse.Namespace, report: Report) -> None:
+    for name, stage in (("build", run_build), ("tests", run_tests), ("speed", run_speed)):
+        if name in arguments.skip.split(",") or (name == "speed" and not report.about["gpu"]):
+            continue
+        started = time.monotonic()
+        try:
+            stage(arguments, report)
+        finally:
+            report.seconds[name] = round(time.monotonic() - started, 1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -224,12 +256,11 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(commit, json.loads(told), f"{shard + 1}/{num_shards}")
     if not report.about["gpu"]:
         report.problems.append("no GPU: torch.cuda.is_available() is false")
-    for name, stage in (("build", run_build), ("tests", run_tests), ("speed", run_speed)):
-        if name in arguments.skip.split(",") or (name == "speed" and not report.about["gpu"]):
-            continue
-        started = time.monotonic()
-        stage(arguments, report)
-        report.seconds[name] = round(time.monotonic() - started, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
+    try:
+        run_stages(arguments, report)
+    except SystemExit as end:
+        report.problems.append(str(end))
     (arguments.out / "report.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
     (arguments.out / "report.txt").write_text(report.as_text())
     print(report.as_text(), flush=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,10 +124,13 @@ def test_files_run_in_two_parts_and_what_a_stopped_one_told_is_kept(
     """Tests of several GPUs run by themselves; the first part is stopped before it wrote its verdicts."""
     ran = []
 
-    def run_stage(name: str, command: list[str], log: Path) -> str | None:
+    def run_stage(name: str, command: list[str], log: Path, deadline: float) -> str | None:
         ran.append((name, command[command.index("-n") + 1], command[-1]))
         if name == "tests":
-            log.write_text("[gw0] [ 5%] FAILED tests/kernels/test_sample.py::test_draws \n")
+            verdicts = [
+                f"{verdict} tests/kernels/test_sample.py::test_draws" for verdict in ("FAILED", "PASSED", "PASSED")
+            ]
+            log.write_text("".join(f"[gw0] [ 5%] {verdict} \n" for verdict in verdicts))
             return "tests: not done"
         log.with_suffix(".xml").write_text("<testsuites><testcase classname='a' name='b'/></testsuites>")
         return None
@@ -137,7 +142,45 @@ def test_files_run_in_two_parts_and_what_a_stopped_one_told_is_kept(
     assert [part[:2] for part in ran] == [("tests", "4"), ("alone", "1")]
     assert ran[1][2] == "tests/engine/test_several_gpus.py" != ran[0][2]
     assert report.problems == ["FAILED tests/kernels/test_sample.py::test_draws", "tests: not done"]
-    assert report.counts == {"passed": 3}
+    assert report.counts == {"passed": 5, "failure": 1}
+
+
+SLOW = """
+import subprocess, time
+from pathlib import Path
+
+def test_passes():
+    pass
+
+def test_starts_a_process():
+    process = subprocess.Popen(["sleep", "60"])
+    Path("{}").write_text(str(process.pid))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "its time"])
+def test_a_run_that_is_ended_reports_and_leaves_no_process(how: str, tmp_path: Path) -> None:
+    """Workers that are left hold the GPU that the next run wants."""
+    scripts, pid_file = Path(run_gpu_tests.__file__).parent, tmp_path / "pid"
+    shutil.copytree(scripts, tmp_path / "tests/gpu")
+    (tmp_path / "tests/kernels").mkdir()
+    (tmp_path / "tests/kernels/test_slow.py").write_text(SLOW.format(pid_file))
+    options = ["--out", str(tmp_path / "out"), "--commit", "abc", "--skip", "build,speed", "--jobs", "1"]
+    options += ["--max-seconds", "30" if how == "its time" else "600"]
+    command = [sys.executable, str(tmp_path / "tests/gpu/run_gpu_tests.py"), *options]
+    runner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert runner.poll() is None
+        time.sleep(0.1)
+    if how == "SIGTERM":
+        runner.terminate()
+    told, _ = runner.communicate(timeout=60)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert runner.returncode == 1 and report["counts"] == {"passed": 1} and "FAILED" in told
+    assert any("ended by a signal" in one or "not done after" in one for one in report["problems"])
+    status = Path(f"/proc/{pid_file.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z", "gone, or only not waited for"
 
 
 def test_the_report_is_left_in_a_plain_folder(root: Path, tmp_path: Path) -> None:
