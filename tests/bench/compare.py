@@ -262,7 +262,6 @@ def main() -> None:
         parser.error(f"--formats: {', '.join(sorted(unknown))}; accepted: {', '.join(FORMATS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     records = measure_all(arguments)
-    save(records, arguments.out)
     has_grid = len({(r.get("shape"), r.get("context")) for r in records if r["what"] == "decode"}) > 1
     tables = (decode_grid.table(records) if has_grid else "", table(records), format_table.table(records))
     text = "\n\n".join(filter(None, tables))

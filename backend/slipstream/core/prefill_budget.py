@@ -34,10 +34,10 @@ _ENOUGH = 2 / 3  # of them agree that no more tokens fit
 _NUM_QUIET = 5
 # After so many steps with decodes and prompts one has decodes alone: how long these take changes with their contexts.
 _MOST_MIXED = 64
-# Or when there are fewer decodes than this share of those that were measured.
-_FEWER = 3 / 4
 # Likewise, where hardly any token seems to fit: perhaps decodes alone take longer than when they were measured last.
 _MOST_MIXED_OF_FULL = 8
+# Or when there are fewer decodes than this share of those that were measured.
+_FEWER = 3 / 4
 # Chunks are cut by layers where a token's weight is at least this: without a context MIN_CHUNK tokens are cheap.
 _DEAR = 1.25
 _LEAST_SHARE = 1 / 8
@@ -76,11 +76,7 @@ class StepPace:
     @property
     def least_share(self) -> float:
         """Of a chunk that is cut by layers, what a step takes in any case: nothing if somebody has set its time."""
-        return _LEAST_SHARE if self._is_automatic else 0.0
-
-    @property
-    def _is_automatic(self) -> bool:
-        return min(self._max_step_s, self._max_ratio) == math.inf
+        return _LEAST_SHARE if self._max_step_s == self._max_ratio == math.inf else 0.0
 
     def is_quiet_due(self, most_tokens: float) -> bool:
         """Whether the next step should have decodes alone, to be measured; asks for one, not for several in a row.
@@ -106,8 +102,9 @@ class StepPace:
 
     def _most_seconds(self, num_waiting: int) -> float:
         """That a step may take."""
-        if not self._is_automatic and (self._quiet_s or self._max_step_s < math.inf):
-            return min(self._max_step_s, self._max_ratio * self._quiet_s if self._quiet_s else math.inf)
+        bound = min(self._max_step_s, self._max_ratio * (self._quiet_s or math.inf))
+        if bound < math.inf:
+            return bound
         backlog = min(max(num_waiting / PROMPTS_OF_A_STEP, 1.0), MOST_STEPS)
         return max(AUTO_STEP_SECONDS * backlog, AUTO_RATIO * self._quiet_s)
 
@@ -199,7 +196,7 @@ class PrefillBudget:
         """
         if not self._full:
             return 0
-        weight = 1.0 + num_computed / self._parity
+        weight = self._weight(num_computed)
         most = self._left / weight
         if self._left == self._full:
             most = max(most, min(MIN_CHUNK, self._limit))
@@ -215,10 +212,9 @@ class PrefillBudget:
         """`take` for a prompt that begins behind num_computed cached tokens.
 
         Where a bound is set that a whole chunk would pass, one token begins, and layers of chunks follow."""
-        weight, num_tokens = 1.0 + num_computed / self._parity, min(MIN_CHUNK, self._limit, num_missing, budget)
         is_strict = self._pace is not None and not self._pace.least_share
-        is_dear = weight >= _DEAR and self._for_layers < num_tokens * weight
-        if is_strict and is_dear and self._left and self._layered.takes(request, num_missing):
+        is_dear = self._is_dear(self._weight(num_computed), min(MIN_CHUNK, self._limit, num_missing, budget))
+        if is_strict and is_dear and self._layered.takes(request, num_missing):
             budget = min(budget, 1)
         return self.take(num_computed, num_missing, budget)
 
@@ -226,12 +222,12 @@ class PrefillBudget:
         """Give the step some layers of a prompt's shortest chunk if the whole chunk does not fit.
 
         True: the step takes no more of prompts. Behind another prompt's tokens a chunk that is underway waits."""
-        weight, is_first = 1.0 + request.num_computed_tokens / self._parity, self._left == self._full
+        weight, is_first = self._weight(request.num_computed_tokens), self._left == self._full
         is_underway = self._layered.underway(request) is not None
         num_tokens = int(min(MIN_CHUNK, self._limit, budget))
         if budget <= 0 or not 0 < self._full < math.inf or not (is_first or is_underway):
             return False
-        is_dear = weight >= _DEAR and self._for_layers < num_tokens * weight
+        is_dear = self._is_dear(weight, num_tokens)
         if not is_underway and not (is_dear and self._layered.takes(request, num_missing)):
             return False
         if is_first:
@@ -243,6 +239,14 @@ class PrefillBudget:
             self._step.prefill_weight += chunk.num_tokens * weight * self._layered.share_of(chunk)
         self._left = 0.0
         return True
+
+    def _weight(self, num_computed: int) -> float:
+        """Of a token behind so many."""
+        return 1.0 + num_computed / self._parity
+
+    def _is_dear(self, weight: float, num_tokens: float) -> bool:
+        """Whether a chunk of tokens of this weight is to be cut by layers: it does not fit as a whole."""
+        return weight >= _DEAR and self._for_layers < num_tokens * weight
 
     def note_done(self, step: ScheduledStep) -> None:
         """Measure a step whose result has come: since it was scheduled or, if later, the one before it was done.

@@ -99,9 +99,8 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
         largest = max(largest, *(shape.num_tokens for shape in prompts))
         inputs += InputSizes.of(prompts, max_blocks, num_groups).total_bytes
         num_rows += sum(shape.num_logits for shape in prompts)
-    values = num_rows * spec.hidden_size
+    held_bytes = inputs + num_rows * spec.hidden_size * hardware.dtype.itemsize
     if parallel.num_ranks == 1:
-        values += max(sizes) * spec.vocab_size
-        if spec.logit_scale != 1.0 or spec.logit_soft_cap is not None:  # in fp32, and what is made on the way
-            inputs += max(sizes) * spec.vocab_size * 2 * 4
-    return GraphMemory(largest, inputs + values * hardware.dtype.itemsize)
+        is_scaled = spec.logit_scale != 1.0 or spec.logit_soft_cap is not None  # in fp32, and what is made on the way
+        held_bytes += max(sizes) * spec.vocab_size * (hardware.dtype.itemsize + 2 * 4 * is_scaled)
+    return GraphMemory(largest, held_bytes)

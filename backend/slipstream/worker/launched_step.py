@@ -66,15 +66,17 @@ class LaunchedSample:
     accepted: HostCopy | None = None
     rows: ComputedRows | None = None
 
-    def result(self) -> StepResult:
-        """Wait for the step, but not for those launched after it. Call it once."""
+    def result(self, before: PendingTokens | None = None) -> StepResult:
+        """Wait for the step, but not for those launched after it. Call it once. before: of the last step that was read
+        and had any, since whose end its device's time is taken."""
         if self.tokens is None:
             return StepResult([])
         accepted = None if self.accepted is None else self.accepted.lists()[0]  # first: it spins, tokens were before it
         sampled = self.tokens.result()
         logprobs, prompts = sampled.logprobs, self.prompts
+        device_s = None if before is None else self.tokens.seconds_since(before)
         return StepResult(
-            sampled.token_ids, accepted, logprobs, prompts.logprobs, prompts.logits, self.tokens.processors
+            sampled.token_ids, accepted, logprobs, prompts.logprobs, prompts.logits, self.tokens.processors, device_s
         )
 
 

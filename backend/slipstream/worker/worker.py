@@ -138,11 +138,8 @@ class ModelWorker:
         for other in [known for known in self._launched if known < step_id]:
             del self._launched[other]
         sample = self._launched[step_id].sample
-        result = sample.result()
-        if sample.tokens is not None:  # else nothing was waited for: the time of the next one has this step's in it
-            if self._read is not None:
-                result = replace(result, device_s=sample.tokens.seconds_since(self._read))
-            self._read = sample.tokens
+        result = sample.result(self._read)
+        self._read = sample.tokens or self._read  # without any, the next step's time has this one's in it
         return result
 
     @torch.inference_mode()
