@@ -174,22 +174,6 @@ def _random_step(
     )
 
 
-def test_a_step_on_its_way_to_the_device_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a copy may still read its memory when the next step is loaded: each step has memory of its own."""
-    graphs, sources, copy = _graphs(graph_shapes((4,))), [], torch.Tensor.copy_
-
-    def noting(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if non_blocking:
-            sources.append((source, source.clone()))
-        return copy(tensor, source, non_blocking=non_blocking)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", noting)
-    for first in range(5):
-        graphs.load(GraphShape(4, 1, 4), replace(step_of([1, 1, 1]), positions=np.arange(3) + first))
-    assert len({source.data_ptr() for source, _ in sources}) == len(sources) == 5
-    assert all(torch.equal(source, then) for source, then in sources)
-
-
 def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     params = [
         replace(GREEDY, max_tokens=40),

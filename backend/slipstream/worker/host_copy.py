@@ -1,14 +1,44 @@
-"""Small tensors between host and device without waiting: pinned memory, one copy, one event. Engine thread."""
+"""Small tensors between host and device without waiting: pinned memory, one copy, one event. Engine thread.
+
+Every step has two such copies, so they go to CUDA's driver: torch takes three times as long to launch one. Pinned
+memory and events are used again once the device is past them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 _ALIGNMENT = 16  # bytes; kernels assume aligned pointers
+_LEAST_BYTES = 4096  # of pinned memory that is used again
+_MOST_BYTES = 1 << 20  # more are torch's to keep
+
+
+class Staging:
+    """Brings bytes to a tensor. A device copies from pinned memory that is each step's own: nothing that it may still
+    read is written again. target: [N] uint8."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+        self._pinned: deque[_Pinned] = deque()  # the one that was used last stands last
+
+    def send(self, source: np.ndarray) -> None:
+        """To the beginning of the tensor. source: [at most N] uint8, free to change afterwards."""
+        count = len(source)
+        if not self._target.is_cuda:
+            self._target[:count].copy_(torch.from_numpy(source))
+            return
+        pinned = _next_free(self._pinned, lambda: _Pinned(len(self._target)))
+        pinned.bytes[:count] = source
+        stream = torch.cuda.current_stream(self._target.device).cuda_stream
+        _check(_driver().cuMemcpyHtoDAsync_v2(self._target.data_ptr(), pinned.address, count, stream))
+        pinned.mark(stream)
 
 
 class HostCopy:
@@ -19,12 +49,35 @@ class HostCopy:
 
     def __init__(self, tensors: Sequence[torch.Tensor], is_urgent: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
+        self._pinned: _Pinned | None = None
         self._tensors = [tensor.clone() for tensor in tensors if not tensor.is_cuda]
-        if tensors and tensors[0].is_cuda:
+        if not tensors or not tensors[0].is_cuda:
+            return
+        places, size = _places([tensor.nbytes for tensor in tensors])
+        if size > _MOST_BYTES:
             pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             self._tensors = [host.copy_(t, non_blocking=True) for host, t in zip(pinned, tensors)]
             self._event = torch.cuda.Event(blocking=not is_urgent, enable_timing=not is_urgent)
             self._event.record()
+            return
+        device = tensors[0].device
+        self._free, self._pinned = _take(device, is_urgent, max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
+        one = self._pinned
+        stream = torch.cuda.current_stream(device).cuda_stream
+        for place, tensor in zip(places, tensors):
+            if tensor.nbytes:
+                address = tensor.contiguous().data_ptr()  # a copy stays until the stream is past it
+                _check(_driver().cuMemcpyDtoHAsync_v2(one.address + place, address, tensor.nbytes, stream))
+        one.mark(stream)
+        self._event = one.event
+        self._tensors = [
+            one.memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(places, tensors)
+        ]
+
+    def __del__(self) -> None:
+        if self._pinned is not None:
+            self._free.append(self._pinned)
 
     def seconds_since(self, other: HostCopy) -> float | None:
         """Between both copies, as the device saw them, when both have been read; None on a CPU. Neither is urgent."""
@@ -44,6 +97,76 @@ class HostCopy:
         return [tensor.tolist() for tensor in self._tensors]
 
 
+class _Pinned:
+    """Pinned memory, and an event behind the last copy from or to it."""
+
+    def __init__(self, num_bytes: int, is_urgent: bool = True) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.bytes, self.address = self.memory.numpy(), self.memory.data_ptr()
+        self.event = torch.cuda.Event(blocking=not is_urgent, enable_timing=not is_urgent)
+        self.event.record()  # torch makes it now
+
+    @property
+    def is_free(self) -> bool:
+        return self.event.query()
+
+    def mark(self, stream: int) -> None:
+        _check(_driver().cuEventRecord(self.event.cuda_event, stream))
+
+
+def _next_free(known: deque[_Pinned], make: Callable[[], _Pinned]) -> _Pinned:
+    """The one that was used before all others, if the device is past it, else a new one; it becomes the last."""
+    if known and known[0].is_free:
+        known.rotate(-1)
+    else:
+        known.append(make())
+    return known[-1]
+
+
+@cache
+def _free(device: torch.device, is_urgent: bool, num_bytes: int) -> list[_Pinned]:
+    """Nobody has these; the device may still write to some, whose copies nobody has read."""
+    return []
+
+
+def _take(device: torch.device, is_urgent: bool, num_bytes: int) -> tuple[list[_Pinned], _Pinned]:
+    """Pinned memory, and the list that it belongs to afterwards. Engines of other threads may take some, too."""
+    free = _free(device, is_urgent, num_bytes)
+    try:
+        found = free.pop()
+    except IndexError:
+        return free, _Pinned(num_bytes, is_urgent)
+    if found.is_free:
+        return free, found
+    free.insert(0, found)
+    return free, _Pinned(num_bytes, is_urgent)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t  # device addresses are as wide
+    driver.cuMemcpyHtoDAsync_v2.argtypes = pointer, pointer, size, pointer
+    driver.cuMemcpyDtoHAsync_v2.argtypes = pointer, pointer, size, pointer
+    driver.cuEventRecord.argtypes = pointer, pointer
+    return driver
+
+
+def _check(error: int) -> None:
+    """Raise RuntimeError unless a call of the driver has returned 0."""
+    if error:
+        raise RuntimeError(f"a copy between host and device failed: error {error} of CUDA's driver")
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of so many bytes begins, aligned, and the bytes of all."""
+    places, size = [], 0
+    for num_bytes in sizes:
+        places.append(size)
+        size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return places, size
+
+
 def to_device(
     values: list[int] | list[float] | list[list[int]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -59,10 +182,7 @@ def pack(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
     """The arrays as tensors on the device; one copy for all of them, each aligned to 16 bytes."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    starts, size = _places([array.nbytes for array in arrays])
     staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     bytes_of = staging.numpy()
     for start, array in zip(starts, arrays):
