@@ -56,8 +56,12 @@ def test_the_plan_counts_what_the_graphs_of_one_process_keep(
     engine = make_engine(tmp_path, scheduler={"max_num_batched_tokens": 140})
     runner, groups = model_worker(engine).runner, engine.memory_plan.groups
     assert (groups.num_groups > 1) is (model == "gemma3")
+    layers = runner.layered.graphs
+    assert len(layers.shapes) == (engine.spec.num_layers if model != "gemma3" else 0)  # its contexts are too short
     planned = graph_memory(engine.spec, captured_as(engine.config), GPU, groups.num_groups)
-    assert planned == GraphMemory(256, held_bytes([runner._graphs, runner._prompt_graphs]))
+    sets: list[StepGraphs[Any]] = [runner._graphs, runner._prompt_graphs, *([layers] if layers.shapes else [])]
+    held = held_bytes(sets) + layers._rows.nbytes
+    assert planned == GraphMemory(256, held)
 
 
 def test_the_plan_counts_the_sets_of_graphs_of_stages(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_what_is_sent_arrives_behind_a_busy_device() -> None:
             source[:] = 7 * round_of + step
             staging.send(source)
             found.append(target.clone())
+        torch.cuda.synchronize()
     assert [(one[0].item(), one[2999].item(), one[3000].item()) for one in found] == [(n, n, 0) for n in range(21)]
     assert len(staging._pinned) <= 7, "those of the first round are free in the second"
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
+from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import ParallelConfig
 from slipstream.core.layered_prefill import LayeredPrefill
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.request import FinishReason, Request
 from slipstream.engine.engine import Engine
 from slipstream.engine.executor import SerializedWorker, local_worker
+from slipstream.worker.graph_shapes import layer_shapes
 from slipstream.worker.host_copy import HostCopy
 from slipstream.worker.interface import StepResult
 from tiny_checkpoints import make_checkpoint
@@ -69,6 +71,29 @@ def test_layered_is_whole(checkpoint: Path, overlap: str) -> None:
     assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
     assert {end - first for first, end in layers} >= {1} and {first for first, _ in layers} >= {0, 1, 2, 3}
     assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]  # behind cached prefixes
+
+
+@pytest.mark.parametrize("variant", ["llama", "deepseek-v3", "qwen3-moe"])
+def test_layers_in_graphs(variant: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager ones, with padding behind chunks; a chunk of one token fits no graph."""
+    model = checkpoint
+    if variant != "llama":
+        model = make_checkpoint(variant, tmp_path, max_position_embeddings=512).path
+        save_tokenizer(model)
+    expected = run(make_engine(model))
+    rehearse_graphs(monkeypatch, (1, 2, 4))
+    engine = make_engine(model)
+    layers, graphs = layer_by_layer(engine), model_worker(engine).runner.layered.graphs
+    assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
+    assert len(graphs.shapes) == engine.spec.num_layers
+    assert num_replays(graphs) == sum(end - first for first, end in layers) > 0
+
+
+def test_short_contexts_have_no_graphs_of_layers(checkpoint: Path) -> None:
+    spec = make_engine(checkpoint).spec
+    parity = int(spec.attention_parity)
+    assert not layer_shapes((1, 2), spec, parity // 8) and not layer_shapes((), spec, 8 * parity)
+    assert [shape.layer for shape in layer_shapes((1, 2), spec, 8 * parity)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("variant", ["deepseek-v3", "qwen3-moe", "windowed"])
@@ -157,7 +182,8 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     layers = layer_by_layer(engine)
     found = run(engine)
     assert [one.token_ids[:24] for one in found] == [one.token_ids for one in expected] and layers
-    assert model_worker(engine).runner.layered._rows is None
+    layered = model_worker(engine).runner.layered
+    assert layered._rows is None and len(layered.graphs.shapes) == 4
 
 
 def test_steps_are_measured_by_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,11 @@ _DEAR = 1.25
 _LEAST_SHARE = 1 / 8
 
 
+def may_be_layered(max_model_len: int, attention_parity: float) -> bool:
+    """Whether some context is so long that chunks are cut by layers behind it."""
+    return 1.0 + max_model_len / attention_parity >= _DEAR
+
+
 class _MixedStep(NamedTuple):
     """weight: of its prompts' tokens. quiet_s: what decodes were a part of its seconds. is_layered: they went through
     layers by themselves, in addition to the decodes."""

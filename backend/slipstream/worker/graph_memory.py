@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.core.config import EngineConfig
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.graph_shapes import StepShape, graph_shapes, graph_sizes, prompt_shapes
+from slipstream.worker.graph_shapes import StepShape, graph_shapes, graph_sizes, layer_shapes, prompt_shapes
 from slipstream.worker.input_batch import table_width
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
         largest = max(largest, *(shape.num_tokens for shape in prompts))
         inputs += InputSizes.of(prompts, max_blocks, num_groups).total_bytes
         num_rows += sum(shape.num_logits for shape in prompts)
+        if layers := layer_shapes(sizes, spec, max_model_len):
+            inputs += InputSizes.of(layers, max_blocks, num_groups).total_bytes
+            num_rows += 2 * layers[0].num_tokens
     held_bytes = inputs + num_rows * spec.hidden_size * hardware.dtype.itemsize
     if parallel.num_ranks == 1:
         is_scaled = spec.logit_scale != 1.0 or spec.logit_soft_cap is not None  # in fp32, and what is made on the way

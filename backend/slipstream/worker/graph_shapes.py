@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.prefill_budget import MIN_CHUNK, may_be_layered
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN
+from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.input_batch import StepArrays
 
 logger = logging.getLogger(__name__)
@@ -268,6 +270,20 @@ class PromptShape:
         if not gap:
             return rows[:num_tokens]
         return torch.cat([rows[:num_decodes], rows[self.num_decodes : num_tokens + gap]])
+
+
+@dataclass(frozen=True, order=True)
+class LayerShape(PromptShape):
+    """One layer of a prompt's chunk that goes through some layers in each step."""
+
+    layer: int = 0
+
+
+def layer_shapes(decode_sizes: Sequence[int], spec: DecoderSpec, max_model_len: int) -> list[LayerShape]:
+    """Of each layer, beside decode graphs of these sizes; none where no chunk goes through layers by themselves."""
+    if not (decode_sizes and may_be_layered(max_model_len, spec.attention_parity)):
+        return []
+    return [LayerShape(MIN_CHUNK, 0, 1, layer) for layer in range(spec.num_layers)]
 
 
 def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[PromptShape]:

@@ -31,6 +31,7 @@ from slipstream.worker.graph_shapes import (
     GraphShape,
     graph_shapes,
     graph_sizes,
+    layer_shapes,
     num_singles,
     prompt_shapes,
     slower_than_larger,
@@ -48,7 +49,7 @@ from slipstream.worker.interface import StepInput
 from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
-from slipstream.worker.layered_prefill import LayeredRows
+from slipstream.worker.layered_prefill import LayeredRows, LayerGraphs
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
@@ -103,7 +104,6 @@ class ModelRunner:
             self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
-        self.layered = LayeredRows(model, self._kv_caches, self._builder)
         processors = _processors(config, spec, hardware)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
@@ -125,8 +125,9 @@ class ModelRunner:
         draw = self._draw if parallel.num_ranks == 1 else None  # how several ranks gather logits is not captured
         self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups, draw)
         run = self._run_all if drafts.reads_all_rows else self._run_last
-        prompts = prompt_shapes(sizes, self._max_num_tokens)
-        self._prompt_graphs = StepGraphs(prompts, *limits, run, device, num_groups)
+        self._prompt_graphs = StepGraphs(prompt_shapes(sizes, self._max_num_tokens), *limits, run, device, num_groups)
+        layers = layer_shapes(() if drafts.reads_all_rows else sizes, spec, plan.max_model_len)
+        self.layered = LayeredRows(LayerGraphs(layers, model, self._kv_caches, limits, num_groups), self._builder)
         most = max((shape.num_tokens for shape in shapes), default=0)
         self._adapters: AdapterRows | None = None
         if model.context.lora is not None:
@@ -149,6 +150,7 @@ class ModelRunner:
             self._stage.graphs.capture()
         self._prompt_graphs.capture()
         self._graphs.capture(beside=self._prompt_graphs)
+        self.layered.graphs.capture(beside=self._graphs)
         if self._adapters is not None and self._adapters.graphs is not None:
             self._adapters.graphs.capture(beside=self._graphs)
         finish_phase(phases, "graphs", self._device)
@@ -360,6 +362,7 @@ class ModelRunner:
         if is_gpu and not self._parallel.stage:
             self._sampler.warm_up(logits, config.serving.max_logprobs)
             self._graphs.warm_up()
+            self.layered.graphs.warm_up()
             if self._adapters is not None and self._adapters.graphs is not None:
                 self._adapters.graphs.warm_up()
             self._prompt_graphs.keep_launch_bound(self._parallel.any_of)
