@@ -44,19 +44,20 @@ class Staging:
 class HostCopy:
     """An asynchronous copy of tensors to the host. `lists` waits for the copy, not for work launched after it.
 
-    is_urgent: the device idles until the copy is read, so the wait spins instead of sleeping.
+    tensors: of types that NumPy has. is_urgent: the device idles until the copy is read, so the wait spins instead of
+    sleeping.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], is_urgent: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
         self._pinned: _Pinned | None = None
-        self._tensors = [tensor.clone() for tensor in tensors if not tensor.is_cuda]
         if not tensors or not tensors[0].is_cuda:
+            self._arrays = [tensor.clone().numpy() for tensor in tensors]
             return
         places, size = _places([tensor.nbytes for tensor in tensors])
         if size > _MOST_BYTES:
             pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            self._tensors = [host.copy_(t, non_blocking=True) for host, t in zip(pinned, tensors)]
+            self._arrays = [host.copy_(t, non_blocking=True).numpy() for host, t in zip(pinned, tensors)]
             self._event = torch.cuda.Event(blocking=not is_urgent, enable_timing=not is_urgent)
             self._event.record()
             return
@@ -66,12 +67,12 @@ class HostCopy:
         stream = torch.cuda.current_stream(device).cuda_stream
         for place, tensor in zip(places, tensors):
             if tensor.nbytes:
-                address = tensor.contiguous().data_ptr()  # a copy stays until the stream is past it
-                _check(_driver().cuMemcpyDtoHAsync_v2(one.address + place, address, tensor.nbytes, stream))
+                source = tensor.contiguous()  # may be a copy, which must live until the driver has been called
+                _check(_driver().cuMemcpyDtoHAsync_v2(one.address + place, source.data_ptr(), tensor.nbytes, stream))
         one.mark(stream)
         self._event = one.event
-        self._tensors = [
-            one.memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._arrays = [
+            np.ndarray(tuple(tensor.shape), _numpy_type(tensor.dtype), one.bytes, place)
             for place, tensor in zip(places, tensors)
         ]
 
@@ -89,12 +90,12 @@ class HostCopy:
         """The rows of the first tensor."""
         if self._event is not None:
             self._event.synchronize()
-        return [row.tobytes() for row in self._tensors[0].numpy()]
+        return [row.tobytes() for row in self._arrays[0]]
 
     def lists(self) -> list[list[Any]]:
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.tolist() for tensor in self._tensors]
+        return [array.tolist() for array in self._arrays]
 
 
 class _Pinned:
@@ -140,6 +141,11 @@ def _take(device: torch.device, is_urgent: bool, num_bytes: int) -> tuple[list[_
         return free, found
     free.insert(0, found)
     return free, _Pinned(num_bytes, is_urgent)
+
+
+@cache
+def _numpy_type(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 @cache
