@@ -3,7 +3,8 @@
     python tests/bench/bench_sums.py --ranks 2 [--device cuda] [--kib 4,16,64,256,1024,4096] [--out sums.jsonl]
 
 `engine` is what a layer calls (worker/process_group.py); `library` is torch.distributed's all-reduce by NCCL, or by
-gloo on a CPU; `one_shot` and `two_shot` are PyTorch's kernels over symmetric memory, which the GPUs must have. On GPUs
+gloo on a CPU; `parts` is our own kernel where each rank sums a part for all, `one_shot` and `two_shot` are PyTorch's
+kernels, all over symmetric memory, which the GPUs must have. On GPUs
 many sums follow each other in a CUDA graph, as those of the layers do. A figure is the slowest rank's, in us of a sum.
 """
 
@@ -43,12 +44,25 @@ def ways(own: Hardware, largest: int) -> Iterator[tuple[str, Sum]]:
     yield "engine", collectives.sum
     yield "library", _by_library
     if own.device.type == "cuda":
+        yield "parts", partial(_in_parts, collectives)
         yield from _by_symmetric_memory(own, largest)
 
 
 def _by_library(tensor: Tensor) -> Tensor:
     dist.all_reduce(tensor)
     return tensor
+
+
+def _in_parts(collectives: Any, tensor: Tensor) -> Tensor:
+    """As the engine does where the tensor is too large, or our kernel is not there."""
+    one = None if collectives.symmetric is None else collectives.symmetric.own
+    if one is None:
+        return _by_library(tensor)
+    whole_bytes, one.whole_bytes = one.whole_bytes, 0
+    try:
+        return collectives.sum(tensor)  # type: ignore[no-any-return]
+    finally:
+        one.whole_bytes = whole_bytes
 
 
 def _by_symmetric_memory(own: Hardware, largest: int) -> Iterator[tuple[str, Sum]]:

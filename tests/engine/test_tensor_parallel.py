@@ -295,7 +295,7 @@ def test_each_tensor_has_one_way_to_its_sum(has_own: bool, monkeypatch: pytest.M
         monkeypatch.setattr(SymmetricSum, name, lambda self, partial, name=name: name)
     symmetric, most = SymmetricSum(), symmetric_memory.TWO_SHOT_BYTES // 2
     symmetric._buffer, symmetric._one_shot_bytes = torch.empty(64, dtype=torch.bfloat16), 128
-    symmetric._num_ranks, symmetric._own = 2, OwnSum() if has_own else None
+    symmetric._num_ranks, symmetric.own = 2, OwnSum() if has_own else None
     monkeypatch.setattr("torch.distributed.all_reduce", lambda partial, group: None)
     collectives = GroupCollectives(2, is_ordered=False, symmetric=symmetric)
 
@@ -311,7 +311,7 @@ def test_each_tensor_has_one_way_to_its_sum(has_own: bool, monkeypatch: pytest.M
     assert ways(rows[:10].float(), rows[:8].T, rows[:1, :4]) == ["library", "library", "own" if has_own else "library"]
     assert ways(*(torch.empty(size, dtype=torch.bfloat16) for size in (most, most + 16))) == ["_two_shot", "library"]
     if has_own:
-        assert symmetric._own.num_asked == 12, "once a sum"
+        assert symmetric.own.num_asked == 12, "once a sum"
     own = "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name) -> Tensor"
     assert own in str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
     in_place = "(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)"

@@ -9,15 +9,17 @@ from slipstream_kernels.comm.cuda import rank_sum
 from slipstream_kernels.comm.cuda.rank_sum import RankSum, mailbox_bytes
 
 MAX_BYTES = 1 << 18
+WHOLE_BYTES = 1 << 13  # above, each rank sums a part
 
 
-def make_ranks(num_ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[list[RankSum], list[torch.Tensor]]:
+def make_ranks(
+    num_ranks: int, dtype: torch.dtype, device: torch.device, whole_bytes: int = WHOLE_BYTES
+) -> tuple[list[RankSum], list[torch.Tensor]]:
     """The ranks, and their mailboxes, which must live as long."""
-    boxes = [
-        torch.zeros(mailbox_bytes(num_ranks, MAX_BYTES), dtype=torch.uint8, device=device) for _ in range(num_ranks)
-    ]
+    size = mailbox_bytes(num_ranks, whole_bytes, MAX_BYTES)
+    boxes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
     addresses = [box.data_ptr() for box in boxes]
-    return [RankSum(rank, addresses, MAX_BYTES, dtype, device) for rank in range(num_ranks)], boxes
+    return [RankSum(rank, addresses, whole_bytes, MAX_BYTES, dtype, device) for rank in range(num_ranks)], boxes
 
 
 def test_compiles_without_spills() -> None:
@@ -29,12 +31,20 @@ def test_refusal_says_why() -> None:
     assert rank_sum.refusal(torch.device("cpu"), torch.bfloat16, 2) == "ranks are on cpu"
 
 
+def test_a_mailbox_holds_two_sums_of_either_way() -> None:
+    """16 bytes for each 8: of all ranks' tensors, or of parts of them and the sums."""
+    assert mailbox_bytes(4, 1 << 10, 1 << 10) == 2 * 2 * 4 * (1 << 10)
+    assert mailbox_bytes(4, 1 << 10, 1 << 12) == 2 * 2 * 2 * (1 << 12)
+    assert mailbox_bytes(3, 8, 80) == 2 * 16 * (3 * 4 + 10)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_every_rank_has_the_sum(hopper: torch.device, num_ranks: int, dtype: torch.dtype) -> None:
-    """To the bit, added in fp32 in the order of ranks. Each rank has many sums of changing sizes before it: what lies
-    in mailboxes from earlier ones is not taken, and a rank may be one ahead."""
-    ranks, boxes = make_ranks(num_ranks, dtype, hopper)
+@pytest.mark.parametrize("whole_bytes", [MAX_BYTES, WHOLE_BYTES, 256], ids=["whole", "both", "parts"])
+def test_every_rank_has_the_sum(hopper: torch.device, whole_bytes: int, num_ranks: int, dtype: torch.dtype) -> None:
+    """To the bit, added in fp32 in the order of ranks. Each rank has many sums of changing sizes before it, whole and
+    in parts: what lies in mailboxes from earlier ones is not taken, and a rank may be one ahead."""
+    ranks, boxes = make_ranks(num_ranks, dtype, hopper, whole_bytes)
     streams = [torch.cuda.Stream() for _ in ranks]
     most = MAX_BYTES // dtype.itemsize
     sizes = (8, most, 24, 4096, 4096, most, 1000, 16384, 8, 8, 64, most)
@@ -56,10 +66,11 @@ def test_every_rank_has_the_sum(hopper: torch.device, num_ranks: int, dtype: tor
     assert len(boxes) == num_ranks
 
 
-def test_graphs_of_sums(hopper: torch.device) -> None:
+@pytest.mark.parametrize("size", [4096, 8192], ids=["whole", "parts"])
+def test_graphs_of_sums(hopper: torch.device, size: int) -> None:
     """Captured once, replayed with other numbers, between sums that are not captured."""
     ranks, _boxes = make_ranks(2, torch.bfloat16, hopper)
-    parts = [torch.empty(4096, dtype=torch.bfloat16, device=hopper) for _ in ranks]
+    parts = [torch.empty(size, dtype=torch.bfloat16, device=hopper) for _ in ranks]
     streams, graphs, totals = [torch.cuda.Stream() for _ in ranks], [], []
     for one, part, stream in zip(ranks, parts, streams):
         graph = torch.cuda.CUDAGraph()

@@ -46,7 +46,7 @@ class GroupCollectives:
     def __init__(
         self, size: int, is_ordered: bool, symmetric: SymmetricSum | None = None, group: Any = None, first: int = 0
     ) -> None:
-        self._size, self._is_ordered, self._symmetric = size, is_ordered, symmetric
+        self._size, self._is_ordered, self.symmetric = size, is_ordered, symmetric
         self._group, self._first = group, first
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class GroupCollectives:
             for part in others:
                 first = first + part
             return first
-        way = None if self._symmetric is None else self._symmetric.way_of(partial)
+        way = None if self.symmetric is None else self.symmetric.way_of(partial)
         if way is not None:
             return way(partial)
         dist.all_reduce(partial, group=self._group)

@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 # Bytes of a tensor up to which each way is the fastest, by number of ranks; above all of them it is NCCL's. Measured
 # with two and four (docs/measurements/several-gpus.md).
-OWN_BYTES = {2: 1 << 20, 3: 1 << 18, 4: 1 << 18}
+WHOLE_BYTES = {2: 1 << 20, 3: 1 << 17, 4: 1 << 17}  # our own kernel, every rank sums all
+WHOLE_BYTES_BEYOND = 1 << 16
+OWN_BYTES = {2: 1 << 22, 3: 1 << 21, 4: 1 << 21}  # our own kernel, each rank sums a part for all
 OWN_BYTES_BEYOND = 1 << 16
 ONE_SHOT_BYTES = {2: 1 << 19, 3: 1 << 19, 4: 1 << 19}  # each rank reads what all others have; without our kernel
 ONE_SHOT_BYTES_BEYOND = 1 << 18
@@ -42,14 +44,15 @@ class SymmetricSum:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._one_shot_bytes = ONE_SHOT_BYTES.get(num_ranks, ONE_SHOT_BYTES_BEYOND)
-        self._own_bytes = OWN_BYTES.get(num_ranks, OWN_BYTES_BEYOND)
+        whole_bytes = WHOLE_BYTES.get(num_ranks, WHOLE_BYTES_BEYOND)
+        self._own_bytes = whole_bytes, OWN_BYTES.get(num_ranks, OWN_BYTES_BEYOND)
         self._buffer: Tensor = symmetric.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        mailbox_bytes = rank_sum.mailbox_bytes(num_ranks, self._own_bytes)
+        mailbox_bytes = rank_sum.mailbox_bytes(num_ranks, *self._own_bytes)
         self._mailbox: Tensor = symmetric.empty(mailbox_bytes, dtype=torch.uint8, device=device)
         self._mailbox.zero_()
         torch.cuda.synchronize(device)  # before another rank learns where it is
         self._mailboxes: list[int] = []
-        self._own: RankSum | None = None
+        self.own: RankSum | None = None  # our own kernel, if all ranks have it
 
     def connect(self) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -65,14 +68,14 @@ class SymmetricSum:
 
     def use_own(self) -> None:
         """After `connect`, by all ranks or by none."""
-        self._own = RankSum(self._rank, self._mailboxes, self._own_bytes, self._buffer.dtype, self._device)
+        self.own = RankSum(self._rank, self._mailboxes, *self._own_bytes, self._buffer.dtype, self._device)
 
     def way_of(self, tensor: Tensor) -> Way | None:
         """What sums such a tensor, of every rank the same; None: NCCL should. Can be captured in a CUDA graph.
 
         A way takes the rank's part and returns a new tensor."""
-        if self._own is not None and self._own.takes(tensor):
-            return self._own
+        if self.own is not None and self.own.takes(tensor):
+            return self.own
         is_whole = tensor.is_contiguous() and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
         if tensor.dtype != self._buffer.dtype or not is_whole or not tensor.nbytes:
             return None

@@ -1,4 +1,4 @@
-"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink."""
+"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink or two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RankSumParams(ctypes.Structure):
     _fields_ = [
         *fields(("partial", "total", "counters")),
         ("mailboxes", ctypes.c_void_p * MAX_RANKS),
-        *fields((), ("capacity", "num_packs"), ("rank", "num_ranks", "is_dependent")),
+        *fields((), ("side_lines", "num_packs", "part"), ("rank", "num_ranks", "is_dependent")),
     ]
 
 
@@ -47,20 +47,39 @@ def variants() -> list[tuple[str, ...]]:
     return [defines(dtype) for dtype in TYPES]
 
 
-def mailbox_bytes(num_ranks: int, max_bytes: int) -> int:
-    """Size of each rank's mailbox, for sums of up to max_bytes."""
-    return 2 * num_ranks * (max_bytes // PACK_BYTES) * LINE_BYTES
+def mailbox_bytes(num_ranks: int, whole_bytes: int, max_bytes: int) -> int:
+    """Size of each rank's mailbox. whole_bytes, max_bytes: see RankSum."""
+    return 2 * _side_lines(num_ranks, whole_bytes, max_bytes) * LINE_BYTES
+
+
+def _side_lines(num_ranks: int, whole_bytes: int, max_bytes: int) -> int:
+    """Lines of one sum, of whatever size."""
+    num_packs = max_bytes // PACK_BYTES
+    in_parts = num_ranks * -(-num_packs // num_ranks) + num_packs
+    return max(num_ranks * (whole_bytes // PACK_BYTES), in_parts if max_bytes > whole_bytes else 0)
 
 
 class RankSum:
-    """One rank's side of the sums of ranks that all make the same ones in the same order."""
+    """One rank's side of the sums of ranks that all make the same ones in the same order.
 
-    def __init__(self, rank: int, mailboxes: Sequence[int], max_bytes: int, dtype: torch.dtype, device: torch.device):
+    whole_bytes: of the largest tensor that every rank sums whole; above, each sums a part for all, in two trips over
+    NVLink, of less. All ranks may lower it between the same two sums."""
+
+    def __init__(
+        self,
+        rank: int,
+        mailboxes: Sequence[int],
+        whole_bytes: int,
+        max_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """mailboxes: address of each rank's, as `device` sees it: mailbox_bytes, zero before any rank's first sum.
         max_bytes: of the largest tensor.  Raises KernelBuildError where `refusal` gives a reason."""
-        self.max_bytes, self._dtype, self._device = max_bytes, dtype, device
+        self.whole_bytes, self.max_bytes, self._dtype, self._device = whole_bytes, max_bytes, dtype, device
         self._rank, self._mailboxes = rank, (ctypes.c_void_p * MAX_RANKS)(*mailboxes)
         self._num_ranks = len(mailboxes)
+        self._side_lines = _side_lines(self._num_ranks, whole_bytes, max_bytes)
         self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         self._library = load(SOURCE, defines(dtype))
         self._is_dependent = launches_dependently(device)
@@ -73,14 +92,15 @@ class RankSum:
         """A new tensor: the ranks' sum in fp32, in their order, rounded. Waits on the GPU for all ranks.
 
         Can be captured in a CUDA graph."""
-        total = torch.empty_like(partial)
+        total, num_packs = torch.empty_like(partial), partial.nbytes // PACK_BYTES
         params = RankSumParams(
             partial=partial.data_ptr(),
             total=total.data_ptr(),
             counters=self._counters.data_ptr(),
             mailboxes=self._mailboxes,
-            capacity=self.max_bytes // PACK_BYTES,
-            num_packs=partial.nbytes // PACK_BYTES,
+            side_lines=self._side_lines,
+            num_packs=num_packs,
+            part=0 if partial.nbytes <= self.whole_bytes else -(-num_packs // self._num_ranks),
             rank=self._rank,
             num_ranks=self._num_ranks,
             is_dependent=self._is_dependent,

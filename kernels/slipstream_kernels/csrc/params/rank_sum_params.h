@@ -10,9 +10,10 @@ struct RankSumParams {
   const void* partial;             // what this rank has of the sum, 8 bytes a pack
   void* total;
   uint32_t* counters;              // [2], this rank's: sums so far, CTAs of the current one that have ended
-  uint4* mailboxes[kMaxRanks];     // of each rank, as this GPU sees them: [2, num_ranks, capacity] lines
-  int64_t capacity;                // packs of the largest sum
+  uint4* mailboxes[kMaxRanks];     // of each rank, as this GPU sees them: [2, side_lines] lines
+  int64_t side_lines;
   int64_t num_packs;
+  int64_t part;                    // packs that a rank sums for all; 0: every rank sums all
   int32_t rank;
   int32_t num_ranks;
   int32_t is_dependent;
