@@ -22,24 +22,18 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from speculation_config import speculation_config
-from tiny_checkpoints import make_checkpoint
+from tiny_checkpoints import EXPERTS_OF_GPUS, LATENT_OF_GPUS, SIZES_OF_GPUS, make_checkpoint
 from tiny_heads import make_medusa
 from tiny_latent_mtp import add_mtp
 from tiny_model import save_tokenizer
 
 HAS_GPU = torch.cuda.is_available()
-SIZES = {"max_position_embeddings": 160, "hidden_size": 64, "num_attention_heads": 4}
-EXPERTS = {"head_dim": 64, "num_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
-LATENT = {
-    "n_routed_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 128,
-    "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4,
-}  # fmt: skip
 # Name -> checkpoint and its sizes. Weights of a token's experts are shares of these, or of all.
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("mixtral", {"head_dim": 64, "num_local_experts": 32, "intermediate_size": 32}),
-    "qwen3-moe": ("qwen3-moe", {**EXPERTS, "norm_topk_prob": False}),
-    "deepseek-v2": ("deepseek-v2", LATENT),
-    "deepseek-v3": ("deepseek-v3", LATENT),
+    "qwen3-moe": ("qwen3-moe", {**EXPERTS_OF_GPUS, "norm_topk_prob": False}),
+    "deepseek-v2": ("deepseek-v2", LATENT_OF_GPUS),
+    "deepseek-v3": ("deepseek-v3", LATENT_OF_GPUS),
 }
 LENGTHS = (5, 48, 70, 33, 12, 91)  # of prompts, the first of which is the beginning of the second
 WANTED = [
@@ -59,7 +53,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, (variant, sizes) in FAMILIES.items():
-        made[name] = make_checkpoint(variant, tmp_path_factory.mktemp(name), **{**SIZES, **sizes}).path
+        made[name] = make_checkpoint(variant, tmp_path_factory.mktemp(name), **{**SIZES_OF_GPUS, **sizes}).path
         save_tokenizer(made[name])
     return made
 

@@ -19,7 +19,7 @@ from slipstream.engine.executor import SerializedWorker, local_worker
 from slipstream.worker.graph_shapes import layer_shapes
 from slipstream.worker.host_copy import HostCopy
 from slipstream.worker.interface import StepResult
-from tiny_checkpoints import make_checkpoint
+from tiny_checkpoints import EXPERTS_OF_GPUS, LATENT_OF_GPUS, SIZES_OF_GPUS, make_checkpoint
 from tiny_heads import speculation
 from tiny_model import make_tiny_llama, make_tiny_windowed, save_tokenizer
 
@@ -184,6 +184,22 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert [one.token_ids[:24] for one in found] == [one.token_ids for one in expected] and layers
     layered = model_worker(engine).runner.layered
     assert layered._rows is None and len(layered.graphs.shapes) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3"])
+def test_other_layouts_on_a_gpu(variant: str, tmp_path: Path) -> None:
+    """Deterministic, so that what a token says depends neither on its company nor on how prompts are cut."""
+    sizes = EXPERTS_OF_GPUS if variant == "qwen3-moe" else LATENT_OF_GPUS
+    model = make_checkpoint(variant, tmp_path, **{**SIZES_OF_GPUS, **sizes, "max_position_embeddings": 512}).path
+    save_tokenizer(model)
+    on_gpu, cache = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}, {"block_size": 16}
+    expected = run(make_engine(model, {**on_gpu, "cuda_graphs": "off"}, cache))
+    engine = make_engine(model, {**on_gpu, "cuda_graphs": "1,2,4"}, cache)
+    layers, graphs = layer_by_layer(engine), model_worker(engine).runner.layered.graphs
+    for _ in range(2):
+        assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
+    assert layers and len(graphs.shapes) == engine.spec.num_layers
 
 
 def test_steps_are_measured_by_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

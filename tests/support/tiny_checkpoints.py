@@ -262,6 +262,15 @@ GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+# Sizes that kernels of GPUs take: of all, and of those with experts and with latent attention.
+SIZES_OF_GPUS = {"max_position_embeddings": 160, "hidden_size": 64, "num_attention_heads": 4}
+EXPERTS_OF_GPUS = {"head_dim": 64, "num_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+LATENT_OF_GPUS = {
+    "n_routed_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 128,
+    "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TinyCheckpoint:
     path: Path
