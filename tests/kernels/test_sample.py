@@ -100,6 +100,16 @@ def test_greedy_takes_the_first_of_equals(device, backend) -> None:
     assert ops.sample(logits, zero + 1, None, None, None, counter, counter, backend=backend)[2].item() == 0
 
 
+def test_greedy_fills_what_is_given(device, backend) -> None:
+    logits, held = torch.zeros(3, 5000, device=device), torch.full((5,), -1, device=device)
+    logits[[0, 1, 2], [7, 4999, 4096]] = 1.0
+    found = ops.greedy(logits, held[1:4], backend=backend)
+    assert found.data_ptr() == held[1:4].data_ptr() and held.tolist() == [-1, 7, 4999, 4096, -1]
+    for wrong in (held, held[:3].int(), held[::2]):
+        with pytest.raises(ValueError, match=r"^out: "):
+            ops.greedy(logits, wrong, backend=backend)
+
+
 def test_tokens_equal_to_the_last_kept_stay(device, backend) -> None:
     logits = torch.tensor([2.0, 1.5, 1.5, 1.5, -9.0], device=device)
     assert set(draws(logits, 30, backend, top_k=2).tolist()) == {0, 1, 2, 3}

@@ -45,9 +45,18 @@ def sample(
     return (version or select("sample.sample", backend, logits)).sample(*call)
 
 
-def greedy(logits: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """The id of the highest logit per row, the lowest id among equals: [num_rows] int64."""
-    return sample(logits, None, None, None, None, None, None, backend=backend)
+def greedy(logits: torch.Tensor, out: torch.Tensor | None = None, *, backend: str = "auto") -> torch.Tensor:
+    """The id of the highest logit per row, the lowest id among equals: [num_rows] int64.
+
+    out: contiguous, of this shape and dtype, to hold them; then backend is "triton", "reference" or "auto".
+    """
+    if out is None:
+        return sample(logits, None, None, None, None, None, None, backend=backend)
+    _check(logits, None, None, None, None, None, None)
+    require_shape("out", out, (logits.shape[0],))
+    if out.dtype != torch.int64 or not out.is_contiguous():
+        raise ValueError(f"out: dtype {out.dtype}, expected contiguous int64")
+    return select("sample.greedy", backend, logits).greedy(logits, out)
 
 
 def _check(

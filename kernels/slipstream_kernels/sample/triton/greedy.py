@@ -39,10 +39,10 @@ def _greedy_row_kernel(maxima_ptr, winners_ptr, out_ptr, vocab_size,
     tl.store(out_ptr + row, first_of_least(-maxima, winners, vocab_size).to(tl.int64))
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
+def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ops.greedy."""
     num_rows, vocab_size = logits.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
     if num_rows == 0:
         return token_ids
     num_chunks = triton.cdiv(vocab_size, CHUNK)
