@@ -7,6 +7,9 @@ All kernels of a step, in Triton-lang (triton/dependent_launch.py) and CUDA C++,
    ended without waiting would let its successor overtake its predecessor.
 3. Before the wait, read only data that no kernel of the step writes: weights, and the step's block tables and lengths,
    which are copied (copies wait for all earlier work and are waited for).
+4. In a CUDA graph its first kernel, ops.unpack_step_inputs, writes the block tables.  It starts no dependents, and the
+   next kernel is launched in the ordinary way (torch's embedding, or a copy of rows): all later ones begin when the
+   tables are complete and visible.
 """
 
 from __future__ import annotations

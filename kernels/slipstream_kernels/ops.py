@@ -76,6 +76,7 @@ from slipstream_kernels.select import BACKENDS, select
 from slipstream_kernels.spec.accept_drafts import AcceptedRows, accept_drafts, empty_accepted_rows
 from slipstream_kernels.spec.prepare_draft_inputs import LevelRows, prepare_draft_inputs
 from slipstream_kernels.spec.reject_drafts import reject_drafts, token_probs
+from slipstream_kernels.spec.unpack_step_inputs import ArrivedInputs, unpack_step_inputs
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, update_step_inputs
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "Activation",
     "ActivationQuant",
     "AdapterTiles",
+    "ArrivedInputs",
     "DraftRows",
     "Fp8Rows",
     "Fp8Scheme",
@@ -188,6 +190,7 @@ __all__ = [
     "token_probs",
     "top_logprobs",
     "unpack_int4",
+    "unpack_step_inputs",
     "update_step_inputs",
     "write_latent",
     "written_out_bytes",

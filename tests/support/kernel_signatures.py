@@ -47,6 +47,11 @@ LEVEL = {
     **dict.fromkeys(("table_stride", "table_width", "first", "num_rows", "rows_per_level"), "i32"),
     "block_size": "i32", "num_positions": "i32",
 }  # fmt: skip
+UNPACK = {
+    **{f"{name}_ptr": "*i32" for name in ("size", "arrived", "tables")},
+    **{f"{name}_ptr": "*i64" for name in ("pending", "token_ids", "drawn")},
+    **dict.fromkeys(("group_stride", "table_stride", "num_requests", "num_rows", "num_tokens"), "i32"),
+}  # fmt: skip
 LORA = {
     **{f"{name}_ptr": "*bf16" for name in ("x", "y", "a", "b")}, "inner_ptr": "*fp32", "slots_ptr": "*i32",
     "rows_ptr": "*i32",
@@ -329,6 +334,7 @@ KERNELS = [
     ),
     ("prepare_draft_inputs", "_level_kernel", LEVEL, {"ROWS": 16}, 1),
     ("update_step_inputs", "_advance_kernel", ADVANCE, {"HAS_TREE": True, "HAS_MASK": True, "ROWS": 64}, 1),
+    ("unpack_step_inputs", "_unpack_kernel", UNPACK, {"BLOCK": 1024}, 4),
     (
         "accept_drafts", "_accept_kernel", ACCEPT,
         {"HAS_TREE": True, "HAS_MARKS": True, "HAS_SCORES": True, "ROWS": 64}, 4,

@@ -19,14 +19,15 @@ INTEGERS = frozenset({
     "num_tokens", "num_requests", "num_rows", "num_pairs", "num_tiles", "num_positions", "num_biases", "num_words",
     "draft_stride", "word_stride", "depth_stride",
     "rows_per_level", "blocks_of_request", "table_stride", "table_width", "x_scales_stride", "history_stride", "first",
-    "most",
+    "most", "group_stride",
 })  # fmt: skip
 # Of a number for each token or request, which may begin anywhere in a step's tensors.
 POINTERS = frozenset({
     "positions_ptr", "slot_mapping_ptr", "tables_ptr", "query_start_loc_ptr", "seq_lens_ptr", "tree_mask_ptr",
     "key_start_loc_ptr", "key_lens_ptr", "first_ptr", "lens_ptr", "starts_ptr", "token_ids_ptr", "slots_ptr",
     "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "masks_ptr", "marks_ptr", "scores_ptr",
-    "paths_ptr", "last_ptr", "drafts_ptr", "words_ptr", "depths_ptr",
+    "paths_ptr", "last_ptr", "drafts_ptr", "words_ptr", "depths_ptr", "size_ptr", "arrived_ptr", "pending_ptr",
+    "drawn_ptr",
 })  # fmt: skip
 
 
