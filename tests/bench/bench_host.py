@@ -41,6 +41,7 @@ from slipstream.engine.engine import Engine  # noqa: E402
 from slipstream.nn.batch import ForwardBatch  # noqa: E402
 from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
+from slipstream.worker.static_tensors import GraphInputs  # noqa: E402
 
 PROMPT, WIDTH, VOCABULARY, NUM_LOGITS = 1000, 64, 512, 4
 SHAPE = {
@@ -83,9 +84,8 @@ class HostBench:
         model.lm_head = lambda hidden: logits[: len(hidden)]
         self._temperature = temperature
         sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
-        runner._graphs = _NoGraphs(
-            graph_shapes(sizes), runner._builder.max_blocks, 4096, _no_model, torch.device("cpu")
-        )
+        inputs = GraphInputs(runner._builder.max_blocks, 4096, torch.device("cpu"))
+        runner._graphs = _NoGraphs(graph_shapes(sizes), inputs, _no_model)
 
     def decode(
         self, batch: int, num_steps: int = 16, repeats: int = 40, profiler: cProfile.Profile | None = None

@@ -16,7 +16,8 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
-from slipstream.worker.cuda_graphs import StaticTensors, StepGraphs
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.drawn_tokens import DrawnTokens
 from slipstream.worker.graph_shapes import (
     DEFAULT_SIZES,
     DraftLayout,
@@ -25,8 +26,10 @@ from slipstream.worker.graph_shapes import (
     graph_sizes,
     slower_than_larger,
 )
-from slipstream.worker.input_batch import StepArrays
+from slipstream.worker.input_batch import PendingRows, SampledTokens, StepArrays
+from slipstream.worker.launched_step import StepTensors
 from slipstream.worker.memory_plan import MemoryPlan
+from slipstream.worker.static_tensors import GraphInputs, StaticTensors
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -73,7 +76,7 @@ def test_shapes_are_of_decodes_of_drafts_and_of_short_prompts() -> None:
 
 
 def _graphs(shapes: list[GraphShape]) -> StepGraphs:
-    return StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU)
+    return StepGraphs(shapes, GraphInputs(16, 100, CPU), lambda batch: batch.token_ids)
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
@@ -103,7 +106,7 @@ def test_steps_are_timed_with_no_more_tokens_than_fit(max_blocks: int, seq_len: 
     """Three blocks of 16 are all that max_model_len = 48 has."""
     plan = SimpleNamespace(block_size=16, num_blocks=500, max_model_len=16 * max_blocks)
     shape = GraphShape(64, 16, 4)
-    tensors = StaticTensors([shape], max_blocks, CPU)
+    tensors = StaticTensors([shape], GraphInputs(max_blocks, 16 * max_blocks, CPU))
     tensors.pretend(shape, 1024, cast(MemoryPlan, plan))
     assert tensors.seq_lens.tolist() == [seq_len] * 4
     assert tensors.positions.tolist() == list(range(seq_len - 16, seq_len)) * 4
@@ -114,6 +117,7 @@ def test_padding_writes_nothing_and_sees_nothing() -> None:
     graphs = _graphs(graph_shapes((1, 4), DraftLayout(3, has_trees=True)))
     graphs.load(GraphShape(16, 4, 4, True), step_of([4, 4, 4, 4]))  # leaves something everywhere
     batch = graphs.load(GraphShape(8, 4, 4, True), step_of([3, 1]))
+    graphs._static.unpack(GraphShape(8, 4, 4, True))
     assert batch.token_ids.tolist() == [100, 101, 102, 103, 0, 0, 0, 0]
     assert batch.positions.tolist() == [10, 11, 12, 10, 0, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [1000, 1001, 1002, 1003, -1, -1, -1, -1]
@@ -127,10 +131,13 @@ def test_padding_writes_nothing_and_sees_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_static_tensors_are_those_of_a_first_step(seed: int) -> None:
-    """Requests join and leave, tables widen, prompts and trees come between: as if nothing had been loaded before."""
+    """Requests join and leave, tables widen, prompts and trees come between, tokens are pending: as if nothing had been
+    loaded before."""
     dice = np.random.default_rng(seed)
     shapes, num_groups = graph_shapes((1, 4, 8), DraftLayout(3, has_trees=True)), 1 + seed % 2
-    kept = StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU, num_groups)
+    drawn = torch.arange(1000, 1008)
+    inputs = GraphInputs(16, 100, CPU, num_groups, drawn)
+    kept = StepGraphs(shapes, inputs, lambda batch: batch.token_ids)
     count = width = num_decodes = 0
     for _ in range(150):
         if dice.random() < 0.3:
@@ -140,10 +147,17 @@ def test_static_tensors_are_those_of_a_first_step(seed: int) -> None:
         step = _random_step(dice, lengths, max(1, width), num_groups, tree=not is_decode and dice.random() < 0.5)
         if is_decode and count > 1 and dice.random() < 0.2:  # the last token of a chunk: not sampled
             step = replace(step, logits_indices=step.logits_indices[:-1])
+        if dice.random() < 0.6:
+            step = replace(step, pending=_random_pending(dice, step))
         shape = kept.shape_for(step)
         assert shape == kept._smallest_for(step) is not None
-        found = kept.load(shape, step)
-        fresh = StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU, num_groups).load(shape, step)
+        fresh_graphs = StepGraphs(shapes, inputs, lambda batch: batch.token_ids)
+        found, fresh = (graphs.load(shape, step) for graphs in (kept, fresh_graphs))
+        for graphs in (kept, fresh_graphs):
+            graphs._static.unpack(shape)
+        expected = torch.tensor(step.token_ids)
+        expected[step.pending.places] = drawn[step.pending.sources]
+        assert torch.equal(found.token_ids[: len(expected)], expected)
         for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "logits_indices"):
             assert torch.equal(getattr(found, name), getattr(fresh, name)), name
         assert (found.tree_mask is None) == (fresh.tree_mask is None)
@@ -172,6 +186,16 @@ def _random_step(
         other_tables=others.astype(np.int32) if num_others else None,
         other_slots=slots if num_others else None,
     )
+
+
+def _random_pending(dice: np.random.Generator, step: StepArrays) -> PendingRows:
+    """The first token of some requests, or all of them in order."""
+    starts = step.query_start_loc[:-1]
+    if step.is_decode and dice.random() < 0.5:
+        return PendingRows(np.arange(len(starts)), np.arange(len(starts)), True)
+    places = np.sort(dice.choice(starts, size=int(dice.integers(1, len(starts) + 1)), replace=False)).astype(np.int64)
+    sources, order = dice.permutation(8)[: len(places)], np.arange(len(places))
+    return PendingRows(places, sources, np.array_equal(places, order) and np.array_equal(sources, order))
 
 
 def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -212,6 +236,65 @@ def test_draws_of_graphs_are_those_of_eager_steps(
         runner = model_worker(engine).runner
         assert bool(num_replays(runner._graphs)) is bool(sizes) is bool(runner._graphs._drawn)
     assert drawn == expected and [len(text) for text in drawn] == [40, 40, *2 * [GREEDY.max_tokens]]
+
+
+def _joining_and_leaving(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy requests that end one by one; later one whose prompt decode graphs do not take, and a sampled one."""
+    told: dict[Request, Told] = {}
+    lengths = 9, 40, 17, 33, 25
+    requests = [Request(list(prompts[i]), replace(GREEDY, max_tokens=n), handle=i) for i, n in enumerate(lengths)]
+    later = replace(GREEDY, max_tokens=8)
+    requests.append(Request([7 + place % 50 for place in range(90)], later, handle=5))
+    requests.append(Request(list(prompts[0]), replace(later, temperature=0.9, seed=4), handle=6))
+    for request in requests[:5]:
+        engine.submit(request)
+    run_steps(engine, told, 14)
+    for request in requests[5:]:
+        engine.submit(request)
+        run_steps(engine, told, 6)
+    run_steps(engine, told)
+    return [told[request].token_ids for request in requests]
+
+
+def _note_pending(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool, bool]]:
+    """Of steps with pending tokens in graphs: which graph, whether in order, and whether a graph has drawn them."""
+    found: set[tuple[str, bool, bool]] = set()
+    give = DrawnTokens.give
+
+    def noted(
+        drawn: DrawnTokens, tensors: StepTensors, pending: PendingRows, sampled: SampledTokens | None = None
+    ) -> None:
+        if tensors.has_graph and sampled is not None and len(pending.places):
+            is_there = sampled.token_ids.data_ptr() == drawn.token_ids.data_ptr()
+            found.add(("decode" if tensors.prompt_graph is None else "prompt", pending.in_order, is_there))
+        give(drawn, tensors, pending, sampled)
+
+    monkeypatch.setattr(DrawnTokens, "give", noted)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.usefixtures("no_tf32")
+def test_pending_tokens_reach_graphs(
+    checkpoint: Path, prompts: list[list[int]], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From wherever the step before has left them, in whatever order."""
+    monkeypatch.setattr("slipstream.worker.cuda_graphs.LAUNCH_BOUND", 1e9)
+    model = {"device": device, "dtype": "float32"}
+    blocks, budget = BLOCKS_OF_16, {"max_num_batched_tokens": 128}
+    eager = {**model, "cuda_graphs": "off"}
+    expected = _joining_and_leaving(
+        make_engine(checkpoint, eager, blocks, {**budget, "overlap_scheduling": "off"}), prompts
+    )
+    if device == "cpu":
+        rehearse_graphs(monkeypatch, (1, 3, 8))
+    else:
+        model["cuda_graphs"] = "1,3,8"
+    found = _note_pending(monkeypatch)
+    graphs = make_engine(checkpoint, model, blocks, {**budget, "overlap_scheduling": "on"})
+    assert _joining_and_leaving(graphs, prompts) == expected
+    decodes = {("decode", in_order, is_there) for in_order in (True, False) for is_there in (True, False)}
+    assert found >= decodes | {("prompt", True, True)}
 
 
 @needs_cuda

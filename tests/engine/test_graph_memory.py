@@ -60,7 +60,7 @@ def test_the_plan_counts_what_the_graphs_of_one_process_keep(
     assert len(layers.shapes) == (engine.spec.num_layers if model != "gemma3" else 0)  # its contexts are too short
     planned = graph_memory(engine.spec, captured_as(engine.config), GPU, groups.num_groups)
     sets: list[StepGraphs[Any]] = [runner._graphs, runner._prompt_graphs, *([layers] if layers.shapes else [])]
-    held = held_bytes(sets) + layers._rows.nbytes
+    held = held_bytes(sets) + layers._rows.nbytes + runner._drawn.token_ids.nbytes
     assert planned == GraphMemory(256, held)
 
 
@@ -69,14 +69,15 @@ def test_the_plan_counts_the_sets_of_graphs_of_stages(llama: Path, monkeypatch: 
     rehearse_graphs_of_ranks(monkeypatch, SIZES)
     engine = make_engine(llama, scheduler={"max_num_batched_tokens": 40}, parallel=ParallelConfig(1, 3))
     try:
-        stage = model_worker(engine).runner._stage
+        runner = model_worker(engine).runner
+        stage, drawn = runner._stage, runner._drawn.token_ids.nbytes
         assert stage is not None and len(stage.graphs._sets) == 3
         first, *others = (
             graph_memory(engine.spec, captured_as(engine.config), replace(GPU, parallel=one))
             for one in (Parallel(stage=index, layers=(1, 1, 2)) for index in range(3))
         )
-        assert first == GraphMemory(256, held_bytes(stage.graphs._sets))
-        of_one = held_bytes(stage.graphs._sets[:1]) + 256 * engine.spec.hidden_size * 4
+        assert first == GraphMemory(256, held_bytes(stage.graphs._sets) + drawn)
+        of_one = held_bytes(stage.graphs._sets[:1]) + drawn + 256 * engine.spec.hidden_size * 4
         assert others == [GraphMemory(256, of_one)] * 2
     finally:
         engine.close()

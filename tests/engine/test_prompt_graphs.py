@@ -20,6 +20,7 @@ from slipstream.nn.parallel import Parallel
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import MAX_TOKENS, PromptShape, prompt_shapes
 from slipstream.worker.input_batch import PendingRows
+from slipstream.worker.static_tensors import GraphInputs
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -37,7 +38,7 @@ def test_shapes_are_multiples_of_a_tile_with_rooms_for_decodes() -> None:
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
-    graphs = StepGraphs(prompt_shapes((40,), 512), 16, 100, lambda batch: batch.token_ids, CPU)
+    graphs = StepGraphs(prompt_shapes((40,), 512), GraphInputs(16, 100, CPU), lambda batch: batch.token_ids)
     assert graphs.shape_for(step_of([1, 1, 90])) == PromptShape(128, 32)
     assert graphs.shape_for(step_of([128])) == PromptShape(128, 0)
     assert graphs.shape_for(step_of([1, 128])) == PromptShape(256, 32)
@@ -54,10 +55,11 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
 
 
 def test_prompts_lie_behind_the_room_for_decodes() -> None:
-    graphs = StepGraphs([PromptShape(16, 4, 3)], 16, 100, lambda batch: batch.token_ids, CPU)
+    graphs = StepGraphs([PromptShape(16, 4, 3)], GraphInputs(16, 100, CPU), lambda batch: batch.token_ids)
     graphs.load(PromptShape(16, 4, 3), step_of([1, 1, 1, 1, 6, 5, 1]))  # leaves something everywhere
     step = replace(step_of([1, 1, 5, 3]), logits_indices=np.array([0, 1, 9]))  # the first prompt goes on
     batch = graphs.load(PromptShape(16, 4, 3), step)
+    graphs._static.unpack(PromptShape(16, 4, 3))
     ids = [100, 101, 0, 0, 102, 103, 104, 105, 106, 107, 108, 109, 0, 0, 0, 0]
     assert batch.token_ids.tolist() == ids
     assert batch.slot_mapping.tolist() == [i + 900 if i else -1 for i in ids]
@@ -100,11 +102,10 @@ def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
         if not pads:
             return runner._run_last(runner._builder.tensors(arrays))
         shape = PromptShape(40, 6, 3)
-        graphs = StepGraphs([shape], runner._builder.max_blocks, 128, runner._run_last, CPU)
+        graphs = StepGraphs([shape], GraphInputs(runner._builder.max_blocks, 128, CPU), runner._run_last)
         graphs.warm_up()  # nothing is loaded yet
         graphs.load(shape, arrays)
-        static = graphs._batch(shape, shape.num_logits)
-        return runner._run_last(static)[: len(arrays.logits_indices)]
+        return graphs._run(shape)[0][: len(arrays.logits_indices)]
 
 
 @pytest.mark.parametrize(("launch_s", "kept"), [((0.0, 0.05), [1, 1]), ((0.0, 0.0), [0, 0])])
@@ -123,7 +124,7 @@ def test_the_rank_that_launches_last_keeps_a_graph(
 
     def shapes_of(parallel: Parallel) -> torch.Tensor:
         here.rank = parallel.rank
-        graphs = StepGraphs([PromptShape(40, 6, 3)], 4, 128, forward, CPU)
+        graphs = StepGraphs([PromptShape(40, 6, 3)], GraphInputs(4, 128, CPU), forward)
         graphs.keep_launch_bound(parallel.any_of)
         return torch.tensor(len(graphs.shapes))
 

@@ -24,6 +24,7 @@ OPS = {
     "spec.update_step_inputs": "_advance_kernel",
     "spec.prepare_draft_inputs": "_level_kernel",
     "kv.compact_kv": "_move_kernel",
+    "spec.unpack_step_inputs": "_unpack_kernel",
 }
 
 # module of the contract -> its functions, and their kernels

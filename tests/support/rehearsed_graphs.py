@@ -46,7 +46,7 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
             one = Rehearsal(lambda shape=shape: _outputs(graphs, shape), pool)  # type: ignore[misc]
             graphs._graphs[shape] = one, one.outputs[0]  # type: ignore[assignment]
             if len(one.outputs) > 1:
-                graphs._drawn[shape] = Drawn(*one.outputs[1:])
+                graphs._drawn[shape] = Drawn(one.outputs[1], graphs._static.drawn[: shape.num_tokens])
 
     def capture_heads(heads: HeadGraphs, rows: Sequence[ComputedRows]) -> None:
         of_heads: list[torch.Tensor] = []
@@ -67,8 +67,9 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
 
 
 def _outputs(graphs: StepGraphs[Any], shape: Any) -> list[torch.Tensor]:
+    """Drawn tokens are none: they lie in a static tensor, which other graphs leave as it is."""
     hidden, drawn = graphs._run(shape)
-    return [hidden, *(drawn or ())]
+    return [hidden] if drawn is None else [hidden, drawn.logits]
 
 
 def rehearse_graphs_of_ranks(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:

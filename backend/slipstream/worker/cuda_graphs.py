@@ -2,7 +2,8 @@
 
 A graph has a capacity of tokens and requests and runs every step that fits: decodes, verifications, short prompts.
 Lengths are data. Steps are padded with tokens that write nothing (slot -1) and requests that attend to nothing
-(seq_len 0). All graphs read the same static tensors. Knows tensors only: no requests, no model.
+(seq_len 0). All graphs read the same static tensors, and begin by completing them. Knows tensors only: no requests, no
+model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.worker.graph_shapes import StepShape
 from slipstream.worker.input_batch import StepArrays
 from slipstream.worker.memory_plan import MemoryPlan
-from slipstream.worker.static_tensors import StaticTensors
+from slipstream.worker.static_tensors import GraphInputs, StaticTensors
 
 logger = logging.getLogger(__name__)
 
@@ -42,27 +43,24 @@ class Drawn(NamedTuple):
 
 
 class StepGraphs(Generic[Shape]):
-    """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only.
+    """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only, and the first one
+    must not start early (slipstream_kernels/dependent_launch.py).
 
     draw: of the hidden states of decodes, captured behind them."""
 
     def __init__(
         self,
         shapes: Sequence[Shape],
-        max_blocks: int,
-        max_seq_len: int,
+        inputs: GraphInputs,
         forward: Callable[[ForwardBatch], torch.Tensor],
-        device: torch.device,
-        num_groups: int = 1,
         draw: Callable[[torch.Tensor], Drawn] | None = None,
     ) -> None:
         self._shapes = list(shapes)
         self._forward, self._draw = forward, draw
         self._drawn: dict[Shape, Drawn] = {}
-        self._max_seq_len = max_seq_len
-        self._static = StaticTensors(self._shapes, max_blocks, device, num_groups)
+        self._static = StaticTensors(self._shapes, inputs)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if shapes and device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if shapes and inputs.device.type == "cuda" else None
         self._last_batch: tuple[Shape, int, ForwardBatch] | None = None
         self._decode_shapes: dict[int, Shape | None] = {}  # by number of requests, as asked for
 
@@ -92,6 +90,11 @@ class StepGraphs(Generic[Shape]):
             self._run(shape)
 
     def _run(self, shape: Shape) -> tuple[torch.Tensor, Drawn | None]:
+        """What is captured."""
+        self._static.unpack(shape)
+        return self._compute(shape)
+
+    def _compute(self, shape: Shape) -> tuple[torch.Tensor, Drawn | None]:
         hidden = self._forward(self._batch(shape, shape.num_logits))
         return hidden, self._draw(hidden) if self._draw is not None and shape.max_query_len == 1 else None
 
@@ -171,7 +174,7 @@ class StepGraphs(Generic[Shape]):
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
-        step's. Valid until the next `load`."""
+        step's. Valid until the next `load`; its block tables and pending tokens from the replay on."""
         self._static.load(shape, shape.spread(step))
         num_logits = len(step.logits_indices)
         if self._last_batch is None or self._last_batch[:2] != (shape, num_logits):
@@ -189,7 +192,7 @@ class StepGraphs(Generic[Shape]):
         return self._drawn.get(shape)
 
     def _batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
-        return self._static.batch(shape, num_logits, self._max_seq_len)
+        return self._static.batch(shape, num_logits)
 
 
 class _Bytes:

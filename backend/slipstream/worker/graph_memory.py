@@ -36,7 +36,8 @@ class InputSizes:
         return cls(
             num_tokens=max((shape.num_tokens for shape in shapes), default=0),
             num_requests=num_requests,
-            num_columns=4 + num_groups,  # token, position, row to sample, tree mask; a slot of each group
+            # token, position, row to sample, tree mask, where a drawn token lies; a slot of each group
+            num_columns=5 + num_groups,
             tables_bytes=num_groups * num_requests * max_blocks * 4,
         )
 
@@ -46,8 +47,9 @@ class InputSizes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of what one copy brings, without block tables: starts and lengths of requests are of 32 bits."""
-        return self.num_words * 8 + (2 * self.num_requests + 1) * 4
+        """Of what one copy brings, without block tables: starts and lengths of requests and the tables' size are of 32
+        bits."""
+        return self.num_words * 8 + (2 * self.num_requests + 3) * 4
 
     @property
     def arriving_bytes(self) -> int:
@@ -91,6 +93,7 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
     decodes, num_sets = graph_shapes(sizes), num_graph_sets(parallel)
     largest = max(shape.num_tokens for shape in decodes)
     inputs = num_sets * InputSizes.of(decodes, max_blocks, num_groups).total_bytes
+    inputs += 8 * max(largest, most)  # drawn tokens
     num_rows = num_sets * sum(shape.num_tokens for shape in decodes)
     if parallel.stage:
         num_rows += largest  # what has arrived from the stage before

@@ -34,6 +34,16 @@ class StepTensors:
     has_adapters: bool = False
     adapter_graph: GraphShape | None = None
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a graph runs the step, and completes its own tensors."""
+        return not (self.graph is None and self.prompt_graph is None and self.adapter_graph is None)
+
+    @property
+    def has_own_batch(self) -> bool:
+        """Whether the batch is made for this step, and not the tensors of a graph."""
+        return not self.has_graph or (self.prompt_graph is not None and not self.is_last_only)
+
 
 @dataclass(frozen=True)
 class ComputedRows:

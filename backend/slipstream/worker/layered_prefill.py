@@ -18,6 +18,7 @@ from slipstream.worker.cuda_graphs import Drawn, StepGraphs
 from slipstream.worker.graph_shapes import LayerShape
 from slipstream.worker.input_batch import BatchBuilder, StepArrays
 from slipstream.worker.interface import LayeredInput, StepInput
+from slipstream.worker.static_tensors import GraphInputs
 
 
 class LayerGraphs(StepGraphs[LayerShape]):
@@ -29,12 +30,11 @@ class LayerGraphs(StepGraphs[LayerShape]):
         shapes: Sequence[LayerShape],
         model: Decoder,
         kv_caches: Sequence[LayerCache],
-        limits: tuple[int, int],
-        num_groups: int = 1,
+        inputs: GraphInputs,
     ) -> None:
-        """shapes: of all layers, or none. limits: of StepGraphs, the width of block tables and the longest sequence."""
+        """shapes: of all layers, or none."""
         whole = partial(model.forward_last, kv_caches=kv_caches)
-        super().__init__(shapes, *limits, whole, model.context.device, num_groups)
+        super().__init__(shapes, inputs, whole)
         self._model, self._kv_caches = model, kv_caches
         size = 2, shapes[0].num_tokens if shapes else 0, model.spec.hidden_size  # layers hand on two tensors
         self._rows = torch.zeros(size, dtype=model.context.dtype, device=model.context.device)
@@ -44,7 +44,7 @@ class LayerGraphs(StepGraphs[LayerShape]):
         if self._shapes:
             self._forward(self._batch(self._shapes[0], 0))
 
-    def _run(self, shape: LayerShape) -> tuple[Tensor, Drawn | None]:
+    def _compute(self, shape: LayerShape) -> tuple[Tensor, Drawn | None]:
         batch, layers = self._batch(shape, 0), range(shape.layer, shape.layer + 1)
         hidden, residual = self._rows
         # a copy, as a norm is launched early (PDL), and may want a kernel before it in its graph

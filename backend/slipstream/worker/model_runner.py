@@ -25,6 +25,7 @@ from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.branch_moves import BranchMoves
 from slipstream.worker.cores import set_threads
 from slipstream.worker.cuda_graphs import Drawn, StepGraphs
+from slipstream.worker.drawn_tokens import DrawnTokens
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
     DraftLayout,
@@ -37,14 +38,7 @@ from slipstream.worker.graph_shapes import (
     slower_than_larger,
 )
 from slipstream.worker.host_copy import to_device
-from slipstream.worker.input_batch import (
-    BatchBuilder,
-    BlockTables,
-    SampledTokens,
-    StepArrays,
-    fill_pending,
-    padding_batch,
-)
+from slipstream.worker.input_batch import BatchBuilder, BlockTables, SampledTokens, StepArrays, padding_batch
 from slipstream.worker.interface import StepInput
 from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
@@ -60,6 +54,7 @@ from slipstream.worker.sample.sampler import Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
 from slipstream.worker.spec_decode.warm_up import padding_drafts
+from slipstream.worker.static_tensors import GraphInputs
 
 
 def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
@@ -116,25 +111,24 @@ class ModelRunner:
             refusal = "the model has several stages, and steps may have drafts"
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal, spec.has_experts)
         shapes = graph_shapes(sizes, drafts)
-        limits, num_groups = (tables.max_blocks, plan.max_model_len), plan.groups.num_groups
+        most = max((shape.num_tokens for shape in shapes), default=0)
+        self._drawn = drawn = DrawnTokens(max(most, config.scheduler.max_num_seqs), device)
+        inputs = GraphInputs(tables.max_blocks, plan.max_model_len, device, plan.groups.num_groups, drawn.token_ids)
         self._stage: PipelineStage | None = None
         if parallel.num_stages > 1:
-            make = partial(StepGraphs, shapes, *limits, device=device, num_groups=num_groups)
-            self._stage = PipelineStage(model, pool.layers, parallel, make)
+            self._stage = PipelineStage(model, pool.layers, parallel, partial(StepGraphs, shapes, inputs))
             shapes, sizes = [], ()
         draw = self._draw if parallel.num_ranks == 1 else None  # how several ranks gather logits is not captured
-        self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups, draw)
+        self._graphs = StepGraphs(shapes, inputs, self._run_model, draw)
         run = self._run_all if drafts.reads_all_rows else self._run_last
-        self._prompt_graphs = StepGraphs(prompt_shapes(sizes, self._max_num_tokens), *limits, run, device, num_groups)
+        self._prompt_graphs = StepGraphs(prompt_shapes(sizes, self._max_num_tokens), inputs, run)
         layers = layer_shapes(() if drafts.reads_all_rows else sizes, spec, plan.max_model_len)
-        self.layered = LayeredRows(LayerGraphs(layers, model, self._kv_caches, limits, num_groups), self._builder)
-        most = max((shape.num_tokens for shape in shapes), default=0)
+        self.layered = LayeredRows(LayerGraphs(layers, model, self._kv_caches, inputs), self._builder)
         self._adapters: AdapterRows | None = None
         if model.context.lora is not None:
-            budget = max(config.scheduler.max_num_batched_tokens, most)
-            self._adapters = AdapterRows(model, self._kv_caches, budget)
+            self._adapters = AdapterRows(model, self._kv_caches, max(config.scheduler.max_num_batched_tokens, most))
             if not drafts.num_drafts:
-                self._adapters.graphs = StepGraphs(shapes, *limits, self._adapters.run, device, num_groups)
+                self._adapters.graphs = StepGraphs(shapes, inputs, self._adapters.run)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases, drafts)
@@ -199,7 +193,7 @@ class ModelRunner:
             tensors = self._tensors(step, states, arrays)
         else:
             tensors = StepTensors(replace(self._builder.tensors(arrays), given=given))
-        fill_pending(tensors.batch.token_ids, arrays.pending, self._sampled)
+        self._drawn.give(tensors, arrays.pending, self._sampled)
         if self._branches is not None:
             self._branches.note(step, tensors.batch)
         return tensors
@@ -221,7 +215,6 @@ class ModelRunner:
         if is_last_only:
             return StepTensors(batch, None, prompt_shape, is_last_only=True)
         # heads read a batch of the step's own tokens, whatever the graph pads it with
-        fill_pending(batch.token_ids, arrays.pending, self._sampled)
         return StepTensors(self._builder.tensors(arrays), None, prompt_shape, num_decodes=num_singles(arrays))
 
     def forward(self, tensors: StepTensors) -> torch.Tensor:
@@ -338,7 +331,7 @@ class ModelRunner:
 
     def _draw(self, hidden: torch.Tensor) -> Drawn:
         logits = self._model.lm_head(self._model.final(hidden))
-        return Drawn(logits, ops.greedy(logits))
+        return Drawn(logits, self._drawn.draw(logits))
 
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.

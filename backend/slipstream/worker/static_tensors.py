@@ -1,6 +1,7 @@
 """The tensors that CUDA graphs read: a step is copied into them before its graph is replayed. Engine thread.
 
-Steps are padded with tokens that write nothing (slot -1) and requests that attend to nothing (seq_len 0).
+Steps are padded with tokens that write nothing (slot -1) and requests that attend to nothing (seq_len 0). The first
+kernel of each graph completes them: the host launches one copy and the graph, and nothing between.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from slipstream_kernels import ops
 
 from slipstream.nn.batch import ForwardBatch, GroupTensors
 from slipstream.worker.graph_memory import InputSizes
@@ -20,45 +22,60 @@ from slipstream.worker.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True)
+class GraphInputs:
+    """What all graphs of a model share. max_blocks: width of a block table. max_seq_len: the longest sequence.
+
+    num_groups: of KV. drawn: [N] int64, static, where pending tokens of steps lie; None: no step has any.
+    """
+
+    max_blocks: int
+    max_seq_len: int
+    device: torch.device
+    num_groups: int = 1
+    drawn: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class _Layout:
     """Views for steps of one shape, number of requests and width of block tables, which decodes keep for many steps.
 
-    host_tables, host_bytes: of the tables and of all that is copied, on the host. narrow, wide: on the device, the
-    tables as they arrive and as the graphs read them.
+    host_tables, host_bytes: of the tables and of all that is copied.
     """
 
     shape: StepShape
     table_size: tuple[int, ...]
     host_tables: np.ndarray
     host_bytes: np.ndarray
-    narrow: torch.Tensor
-    wide: torch.Tensor
 
 
 class StaticTensors:
-    """The inputs of the graphs. One copy from the host brings them; a second copy, on the device, widens the block
-    tables, which arrive as wide as the step needs.
+    """The inputs of the graphs. One copy from the host brings them. `unpack`, which graphs begin with, widens the block
+    tables, which arrive as wide as the step needs, and fills in tokens that the host does not know.
 
     The host keeps the bytes of the last step, so that a decode that follows a decode writes only what differs.
     """
 
-    def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
+    def __init__(self, shapes: Sequence[StepShape], inputs: GraphInputs) -> None:
+        self._inputs, device = inputs, inputs.device
+        max_blocks, num_groups = inputs.max_blocks, inputs.num_groups
         sizes = InputSizes.of(shapes, max_blocks, num_groups)
         self._num_tokens, self._num_requests = sizes.num_tokens, sizes.num_requests
         num_columns, num_words, num_bytes = sizes.num_columns, sizes.num_words, sizes.arriving_bytes
         self._num_fixed_bytes = sizes.fixed_bytes
-        # values of 64 bits; then 32-bit ones: starts and lengths, then tables
+        # values of 64 bits; then 32-bit ones: starts and lengths, the tables' rows and width, the tables
         self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         words = self._arriving[: num_words * 8].view(torch.int64).view(num_columns, self._num_tokens)
-        self.token_ids, self.positions, self.logits_indices, self.tree_mask = words[:4]
-        self.slot_mappings = words[4:]  # of each KV group
-        self.slot_mappings.fill_(-1)
+        self.token_ids, self.positions, self.logits_indices, self.tree_mask, self._sources = words[:5]
+        self.slot_mappings = words[5:]  # of each KV group
+        words[4:].fill_(-1)  # nothing is pending, nothing is written
         self.tree_mask.fill_(1)
         halves = self._arriving[num_words * 8 :].view(torch.int32)
         self.query_start_loc = halves[: self._num_requests + 1]
         torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before the first step all requests are padding
         self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
-        self._arriving_tables = halves[2 * self._num_requests + 1 :]
+        self._table_size = halves[2 * self._num_requests + 1 : 2 * self._num_requests + 3]
+        self._arriving_tables = halves[2 * self._num_requests + 3 :]
+        self.drawn = inputs.drawn if inputs.drawn is not None else self.token_ids.new_zeros(1)
         self.block_tables = torch.zeros(num_groups, self._num_requests, max_blocks, dtype=torch.int32, device=device)
         self._staging = Staging(self._arriving)
         view = self._host = np.zeros(num_bytes, dtype=np.uint8)
@@ -66,7 +83,8 @@ class StaticTensors:
         host_halves = view[num_words * 8 :].view(np.int32)
         self._host_starts = host_halves[: self._num_requests + 1]
         self._host_seq_lens = host_halves[self._num_requests + 1 : 2 * self._num_requests + 1]
-        self._host_tables = host_halves[2 * self._num_requests + 1 :]
+        self._host_table_size = host_halves[2 * self._num_requests + 1 : 2 * self._num_requests + 3]
+        self._host_tables = host_halves[2 * self._num_requests + 3 :]
         self._layout: _Layout | None = None  # of the last step
         self._is_decode = False  # whether that was one
 
@@ -88,8 +106,9 @@ class StaticTensors:
     def clear(self) -> None:
         """Make all requests padding, as before the first step."""
         torch.arange(self._num_requests + 1, out=self.query_start_loc)
-        for tensor in (self.positions, self.seq_lens, self.block_tables):
+        for tensor in (self.positions, self.seq_lens, self.block_tables, self._table_size):
             tensor.zero_()
+        self._sources.fill_(-1)
 
     def load(self, shape: StepShape, step: StepArrays) -> None:
         layout, last, was_decode = self._layout_of(shape, step), self._layout, self._is_decode
@@ -102,9 +121,14 @@ class StaticTensors:
         if step.other_tables is not None:
             layout.host_tables[1:] = step.other_tables
         self._staging.send(layout.host_bytes)
-        layout.wide.copy_(layout.narrow)
 
-    def batch(self, shape: StepShape, num_logits: int, max_seq_len: int) -> ForwardBatch:
+    def unpack(self, shape: StepShape) -> None:
+        """Complete the last loaded step on the device, without the host; does nothing if none is loaded."""
+        num_tokens, tables = shape.num_tokens, self.block_tables[:, : shape.num_requests]
+        arrived = ops.ArrivedInputs(self._table_size, self._arriving_tables, self._sources[:num_tokens])
+        ops.unpack_step_inputs(arrived, tables, self.token_ids[:num_tokens], self.drawn)
+
+    def batch(self, shape: StepShape, num_logits: int) -> ForwardBatch:
         """Of a shape, as its graph reads it; logits_indices: the first num_logits."""
         num_tokens, num_requests = shape.num_tokens, shape.num_requests
         tables, slots = self.block_tables[:, :num_requests], self.slot_mappings[:, :num_tokens]
@@ -117,7 +141,7 @@ class StaticTensors:
             slot_mapping=slots[0],
             logits_indices=self.logits_indices[:num_logits],
             max_query_len=shape.max_query_len,
-            max_seq_len=max_seq_len,
+            max_seq_len=self._inputs.max_seq_len,
             num_decode_requests=shape.num_decodes,
             num_decode_tokens=shape.num_decode_tokens,
             max_decode_query_len=shape.max_decode_query_len,
@@ -137,8 +161,6 @@ class StaticTensors:
             table_size=size,
             host_tables=self._host_tables[:num_entries].reshape(size),
             host_bytes=self._host[:num_bytes],
-            narrow=self._arriving_tables[:num_entries].view(size),
-            wide=self.block_tables[:, :count, :width],
         )
 
     def _write_decode(self, step: StepArrays) -> None:
@@ -146,9 +168,10 @@ class StaticTensors:
         count, words = len(step.token_ids), self._host_words
         words[0, :count] = step.token_ids
         words[1, :count] = step.positions
-        words[4, :count] = step.slot_mapping
+        words[4, :count] = _sources_of(step)
+        words[5, :count] = step.slot_mapping
         if step.other_slots is not None:
-            words[5:, :count] = step.other_slots
+            words[6:, :count] = step.other_slots
         self._host_seq_lens[:count] = step.seq_lens
 
     def _write(self, shape: StepShape, step: StepArrays) -> None:
@@ -159,12 +182,14 @@ class StaticTensors:
                 (step.positions, 0),
                 (step.logits_indices, 0),
                 (() if tree_mask is None else tree_mask, 1),
+                (_sources_of(step), -1),
                 (step.slot_mapping, -1),
                 *((slots, -1) for slots in (() if step.other_slots is None else step.other_slots)),
             )
         ):
             self._host_words[row, : len(values)] = values
             self._host_words[row, len(values) : shape.num_tokens] = padding
+        self._host_table_size[:] = step.block_tables.shape
         count = len(step.seq_lens)
         self._host_starts[: count + 1] = step.query_start_loc
         # Padding requests have one token each, while tokens are left, and attend to nothing.
@@ -172,6 +197,16 @@ class StaticTensors:
         self._host_starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
         self._host_seq_lens[:count] = step.seq_lens
         self._host_seq_lens[count:] = 0
+
+
+def _sources_of(step: StepArrays) -> np.ndarray:
+    """[T] int64: where each token lies among the drawn ones; -1: the host knows it."""
+    pending, num_tokens = step.pending, len(step.token_ids)
+    if pending.in_order and len(pending.sources) == num_tokens:
+        return pending.sources
+    sources = np.full(num_tokens, -1)
+    sources[pending.places] = pending.sources
+    return sources
 
 
 def _chain_masks(step: StepArrays) -> np.ndarray:

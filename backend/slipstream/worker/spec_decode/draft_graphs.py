@@ -19,6 +19,7 @@ from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import DraftBatches
 from slipstream.worker.spec_decode.interface import DraftReadiness, SpeculatorContext
+from slipstream.worker.static_tensors import GraphInputs
 
 
 class DraftGraphs:
@@ -40,7 +41,9 @@ class DraftGraphs:
         self._device = hardware.device
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, hardware.device, refusal)
         shapes = [GraphShape(size * num_rows, num_rows, size) for size in sizes if size * num_rows <= MAX_DECODE_ROWS]
-        self._graphs = StepGraphs(shapes, batches.max_blocks, batches.num_positions, draft, hardware.device)
+        self._graphs = StepGraphs(
+            shapes, GraphInputs(batches.max_blocks, batches.num_positions, hardware.device), draft
+        )
         with torch.inference_mode():
             self._graphs.warm_up()
             if not shapes:

@@ -1,0 +1,34 @@
+"""The tokens that a step has drawn, where the CUDA graph of the next one takes those that the host does not know yet.
+
+Engine thread. All graphs of a runner read one tensor at their beginning, and graphs that draw write it at their end.
+The step's copy to the host is launched between the two, so whatever is overwritten has been read.
+"""
+
+from __future__ import annotations
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.worker.input_batch import PendingRows, SampledTokens, fill_pending
+from slipstream.worker.launched_step import StepTensors
+
+
+class DrawnTokens:
+    """token_ids: [capacity] int64, static. capacity: rows of the largest step that draws."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(capacity, dtype=torch.int64, device=device)
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """The ids of the highest logits [rows, vocab], which lie here: [rows] int64."""
+        return ops.greedy(logits, self.token_ids[: len(logits)])
+
+    def give(self, tensors: StepTensors, pending: PendingRows, sampled: SampledTokens | None) -> None:
+        """Bring tokens that were never on the host to a step: into its own batch, or to where its graph takes them."""
+        if not len(pending.places):
+            return
+        assert sampled is not None
+        if tensors.has_graph and sampled.token_ids.data_ptr() != self.token_ids.data_ptr():
+            self.token_ids[: len(sampled.token_ids)].copy_(sampled.token_ids)
+        if tensors.has_own_batch:
+            fill_pending(tensors.batch.token_ids, pending, sampled)
