@@ -10,7 +10,7 @@ them join and leave in each step; the median of the rounds, prompts included.
 The real scheduler, worker, batch and sampler run with overlapped scheduling, as on a GPU, and a step's arrays are
 written as a CUDA graph's inputs are; the model itself returns constants. Not in it: launches of kernels, copies to and
 from the device, the output thread. Greedy requests of 1,000 tokens of prompt; their logits are a few columns wide,
-because the search of the largest, which a CPU would do on this thread, is the device's work; so is a draw.
+because a draw, which a CPU would do on this thread, is the device's work. Greedy decodes take what their graph drew.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
 from slipstream.engine.engine import Engine  # noqa: E402
 from slipstream.nn.batch import ForwardBatch  # noqa: E402
-from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
+from slipstream.worker.cuda_graphs import Drawn, StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
 from slipstream.worker.static_tensors import GraphInputs  # noqa: E402
 
@@ -76,16 +76,20 @@ class HostBench:
             self.engine = Engine(config_from_values(values))
         runner: Any = self.engine.worker.runner  # type: ignore[attr-defined]
         model = runner.model
-        logits = torch.zeros(max_num_seqs, NUM_LOGITS)
+        sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
+        logits = torch.zeros(sizes[-1], NUM_LOGITS)
         logits[:, 1] = 1.0
         model.forward = lambda batch, _: _zeros(len(batch.token_ids))
         model.forward_last = lambda batch, _: _zeros(len(batch.logits_indices))
         model.final = lambda hidden: hidden
         model.lm_head = lambda hidden: logits[: len(hidden)]
         self._temperature = temperature
-        sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
-        inputs = GraphInputs(runner._builder.max_blocks, 4096, torch.device("cpu"))
+        drawn = torch.ones(sizes[-1], dtype=torch.int64)
+        runner._drawn.token_ids = drawn
+        inputs = GraphInputs(runner._builder.max_blocks, 4096, torch.device("cpu"), drawn=drawn)
         runner._graphs = _NoGraphs(graph_shapes(sizes), inputs, _no_model)
+        for size in sizes:
+            runner._graphs._drawn[GraphShape(size, 1, size)] = Drawn(logits[:size], drawn[:size])
 
     def decode(
         self, batch: int, num_steps: int = 16, repeats: int = 40, profiler: cProfile.Profile | None = None
