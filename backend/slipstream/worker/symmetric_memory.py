@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # with two and four (docs/measurements/several-gpus.md).
 WHOLE_BYTES = {2: 1 << 20, 3: 1 << 17, 4: 1 << 17}  # our own kernel, every rank sums all
 WHOLE_BYTES_BEYOND = 1 << 16
-OWN_BYTES = {2: 1 << 22, 3: 1 << 21, 4: 1 << 21}  # our own kernel, each rank sums a part for all
+OWN_BYTES = {2: 1 << 21, 3: 1 << 20, 4: 1 << 20}  # our own kernel, each rank sums a part for all
 OWN_BYTES_BEYOND = 1 << 16
 ONE_SHOT_BYTES = {2: 1 << 19, 3: 1 << 19, 4: 1 << 19}  # each rank reads what all others have; without our kernel
 ONE_SHOT_BYTES_BEYOND = 1 << 18
