@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_driver import GREEDY, make_engine, run_all
+import torch
+from engine_driver import GREEDY, make_engine, model_worker, run_all
 from rehearsed_graphs import num_replays, rehearse_graphs_of_ranks
 from slipstream.core.config import ParallelConfig
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine import ranks
 from slipstream.engine.ranks import LeadingWorker
+from slipstream.worker.process_group import leave
 from slipstream.worker.worker import ModelWorker
 from tiny_model import make_tiny_llama
 
@@ -40,3 +45,29 @@ def test_graphs_of_stages(tmp_path: Path, prompts: list[list[int]], monkeypatch:
         assert len(sets) == 3 and all(num_replays(graphs) > 5 for graphs in sets), "in turns"
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)], ids=["ranks", "stages"])
+def test_no_graph_is_left_when_ranks_leave(
+    size: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL ends no communicator that a graph still calls, not even one that the garbage collector has frozen."""
+    rehearse_graphs_of_ranks(monkeypatch, (1, 2))
+    engine = make_engine(make_tiny_llama(tmp_path), parallel=ParallelConfig(size, num_stages))
+    run_all(engine, [[5, 6, 7]], GREEDY)
+    runner = model_worker(engine).runner
+    kept = runner._stage.graphs._sets if runner._stage else [runner._graphs, runner._prompt_graphs]
+    assert sum(map(num_replays, kept)) > 0
+    graphs, left = [weakref.ref(one) for one in kept], []
+
+    def noted(device: torch.device) -> None:
+        left.extend(found for one in graphs if (found := one()) is not None)
+        leave(device)
+
+    monkeypatch.setattr(ranks, "leave", noted)
+    del runner, kept
+    gc.freeze()
+    engine.close()
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    assert not left and is_frozen

@@ -61,6 +61,16 @@ def give_memory_back(device: torch.device) -> bool:
     return was_frozen
 
 
+def collect_all() -> None:
+    """Free what nothing refers to any more but itself, also what was frozen for the garbage collector. Waits for no
+    device."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if was_frozen:
+        gc.freeze()
+
+
 def freeze_again() -> None:
     gc.collect()
     gc.freeze()

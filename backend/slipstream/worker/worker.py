@@ -30,7 +30,7 @@ from slipstream.worker.launched_step import LaunchedSample, RunningStep
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.model_runner import ModelRunner, finish_phase, load_target
 from slipstream.worker.request_state import RequestStates
-from slipstream.worker.residency import HostWeights, freeze_again, give_memory_back
+from slipstream.worker.residency import HostWeights, collect_all, freeze_again, give_memory_back
 from slipstream.worker.sample.sampler import PendingTokens
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.interface import SpeculatorContext
@@ -198,6 +198,7 @@ class ModelWorker:
         self._waiting = self._target = self._host_weights = None
         if not self._is_asleep:
             del self.runner, self.speculator
+        collect_all()  # graphs with calls of NCCL: leaving its group waits until they are gone
 
     # ---- parts
 
