@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
-from rehearsed_graphs import num_replays, rehearse_graphs
+from rehearsed_graphs import num_replays, rehearse_graphs, rehearse_graphs_of_ranks
 from slipstream.core.config import ParallelConfig
 from slipstream.core.layered_prefill import LayeredPrefill
 from slipstream.core.prefill_budget import PrefillBudget
@@ -153,6 +153,19 @@ def test_two_ranks(checkpoint: Path) -> None:
         layers = layer_by_layer(engine)
         assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
         assert layers
+    finally:
+        engine.close()
+
+
+def test_two_ranks_in_graphs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks replay the same layers: a rank that ran one without its graph would make its sums alone."""
+    expected = run(make_engine(checkpoint))
+    rehearse_graphs_of_ranks(monkeypatch, (1, 2, 4))
+    engine = make_engine(checkpoint, {"dtype": "float32"}, parallel=ParallelConfig(tensor_parallel_size=2))
+    try:
+        layers, graphs = layer_by_layer(engine), model_worker(engine).runner.layered.graphs
+        assert [told.token_ids for told in run(engine)] == [told.token_ids for told in expected]
+        assert num_replays(graphs) == sum(end - first for first, end in layers) > 0
     finally:
         engine.close()
 
