@@ -17,7 +17,8 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -86,27 +87,61 @@ class EngineBench:
 
 
 def measure_profile(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
-    """Where the time of a decode step goes: kernels by name, the GPU's idle share, the engine thread's own time."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Where the time of a decode step goes: kernels by name, the GPU's idle share, the engine thread's CPU time, and
+    launch_us, from the step's schedule until it is launched."""
     for batch in arguments.profile_batches:
         requests = bench.submit(draw_prompts(bench.shape, batch, arguments.contexts[0]), 100)
         while min(request.num_output_tokens for request in requests) < 20:
             bench.engine.step()
-        cpu, wall = time.thread_time(), time.perf_counter()
-        for _ in range(20):
-            bench.engine.step()
-        host_us, step_us = (
-            (now - then) / 20 * 1e6 for now, then in ((time.thread_time(), cpu), (time.perf_counter(), wall))
-        )
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with _launches(bench.engine) as launches:
+            cpu, wall = time.thread_time(), time.perf_counter()
             for _ in range(20):
                 bench.engine.step()
+            host_us, step_us = (
+                (now - then) / 20 * 1e6 for now, then in ((time.thread_time(), cpu), (time.perf_counter(), wall))
+            )
+        times = {"step_us": round(step_us), "host_cpu_us": round(host_us), "launch_us": round(sum(launches) / 20 * 1e6)}
+        kernels = _kernels(bench)
         while bench.engine.has_work:
             bench.engine.step()
-        yield {"what": "profile", "batch": batch, "step_us": round(step_us), "host_cpu_us": round(host_us)} | _summary(
-            profiler
-        )
+        yield {"what": "profile", "batch": batch, **times, **kernels}
+
+
+def _kernels(bench: EngineBench) -> Record:
+    """Of 20 steps; nothing on a CPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(20):
+            bench.engine.step()
+    return _summary(profiler)
+
+
+@contextmanager
+def _launches(engine: Engine) -> Iterator[list[float]]:
+    """Seconds of a step from its schedule to its launch, in two parts."""
+    found: list[float] = []
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            made = call(*arguments, **options)
+            found.append(time.perf_counter() - start)
+            return made
+
+        return run
+
+    calls: list[tuple[object, str]] = [(engine.scheduler, "schedule"), (engine, "_launch")]
+    for owner, name in calls:
+        setattr(owner, name, timed(getattr(owner, name)))
+    try:
+        yield found
+    finally:
+        for owner, name in calls:
+            delattr(owner, name)  # the class's is seen again
 
 
 def _summary(profiler: Any, num_steps: int = 20) -> Record:

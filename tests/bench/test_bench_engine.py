@@ -45,8 +45,8 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rival, out = tmp_path / "rival.jsonl", tmp_path / "ours.jsonl"
     rival.write_text(json.dumps({"what": "prefill", "batch": 1, "input_len": 16, "ttft_ms": 1e6}) + "\n")
     sizes = "--batches 2 --contexts 8 --decode-short 2 --decode-long 5 --decode-repeats 1 --prefill-lens 16"
-    more = "--num-prompts 2 --input-len 8 --output-len 4 --max-model-len 64 --max-num-batched-tokens 256 --repeats 1"
-    more += " --measure decode,prefill,throughput,streams,batch --concurrency 1"
+    more = "--num-prompts 2 --input-len 8 --output-len 4 --max-model-len 128 --max-num-batched-tokens 256 --repeats 1"
+    more += " --measure decode,prefill,throughput,streams,batch,profile --concurrency 1 --profile-batches 2"
     options = f"--shape demo {sizes} {more} --set device=cpu --set memory_bytes=50000000 --rival {rival} --out {out}"
     monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split()])
     _load().main()
@@ -56,6 +56,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert records["prefill"]["ratio"] == pytest.approx(1e6 / records["prefill"]["ttft_ms"], rel=1e-3)
     assert records["streams"]["elapsed_s"] > 0 and records["streams"]["num_prompts"] == 2
     assert records["batch"]["elapsed_s"] > 0 and records["batch"]["out_tok_s"] > 0
+    assert 0 < records["profile"]["launch_us"] < records["profile"]["step_us"]
     assert {"plan", "weights", "KV pool"} <= set(records["setup"]["phases"])
 
 
