@@ -6,16 +6,20 @@ import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
-import torch
-from engine_driver import GREEDY, make_engine, model_worker, run_all
+from engine_driver import GREEDY, make_engine, run_all
 from rehearsed_graphs import num_replays, rehearse_graphs_of_ranks
 from slipstream.core.config import ParallelConfig
+from slipstream.core.errors import EngineError
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.engine import ranks
+from slipstream.core.start_up import StartUp
+from slipstream.engine.rank_processes import RankProcess
 from slipstream.engine.ranks import LeadingWorker
-from slipstream.worker.process_group import leave
+from slipstream.worker import process_group
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.residency import collect_all
 from slipstream.worker.worker import ModelWorker
 from tiny_model import make_tiny_llama
 
@@ -47,27 +51,62 @@ def test_graphs_of_stages(tmp_path: Path, prompts: list[list[int]], monkeypatch:
         engine.close()
 
 
+def graphs_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets, when this rank leaves the others, how many of all graphs that were made there still are."""
+    made: weakref.WeakSet[StepGraphs[Any]] = weakref.WeakSet()
+    found: list[int] = []
+    make = StepGraphs.__init__
+
+    def noted(graphs: StepGraphs[Any], *arguments: Any, **options: Any) -> None:
+        make(graphs, *arguments, **options)
+        made.add(graphs)
+
+    def collect() -> None:
+        assert made, "graphs were made"
+        collect_all()
+        found.append(len(made))
+
+    monkeypatch.setattr(StepGraphs, "__init__", noted)
+    monkeypatch.setattr(process_group, "collect_all", collect)
+    return found
+
+
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)], ids=["ranks", "stages"])
 def test_no_graph_is_left_when_ranks_leave(
     size: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL ends no communicator that a graph still calls, not even one that the garbage collector has frozen."""
     rehearse_graphs_of_ranks(monkeypatch, (1, 2))
+    left = graphs_left(monkeypatch)
     engine = make_engine(make_tiny_llama(tmp_path), parallel=ParallelConfig(size, num_stages))
     run_all(engine, [[5, 6, 7]], GREEDY)
-    runner = model_worker(engine).runner
-    kept = runner._stage.graphs._sets if runner._stage else [runner._graphs, runner._prompt_graphs]
-    assert sum(map(num_replays, kept)) > 0
-    graphs, left = [weakref.ref(one) for one in kept], []
-
-    def noted(device: torch.device) -> None:
-        left.extend(found for one in graphs if (found := one()) is not None)
-        leave(device)
-
-    monkeypatch.setattr(ranks, "leave", noted)
-    del runner, kept
     gc.freeze()
     engine.close()
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
-    assert not left and is_frozen
+    assert left == [0] and is_frozen
+
+
+@pytest.mark.parametrize("place", ["ready", "capture", "behind"])
+def test_no_graph_is_left_of_a_failed_load(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where another rank has failed, nor this one while it captured or when it had loaded."""
+    rehearse_graphs_of_ranks(monkeypatch, (1, 2))
+    left = graphs_left(monkeypatch)
+    receive = RankProcess.receive
+
+    def failing(*arguments: object, **options: object) -> NoReturn:
+        raise EngineError("no memory")
+
+    def ready(rank: RankProcess, awaited: str, *arguments: Any) -> Any:
+        return failing() if awaited == "ready" else receive(rank, awaited, *arguments)
+
+    if place == "ready":
+        monkeypatch.setattr(RankProcess, "receive", ready)
+    elif place == "capture":
+        monkeypatch.setattr("slipstream.worker.model_runner.ModelRunner._time_steps", failing)
+        monkeypatch.setattr("slipstream.worker.worker.measured_costs", failing)
+    else:
+        monkeypatch.setattr(StartUp, "log", failing)
+    with pytest.raises(EngineError, match="no memory"):
+        make_engine(make_tiny_llama(tmp_path), parallel=ParallelConfig(2))
+    assert left == [0]

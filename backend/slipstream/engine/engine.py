@@ -86,8 +86,8 @@ class Engine:
         self.ranks = Ranks(config.parallel, processes)
         try:
             self._load(config, make_worker)
-        except BaseException:
-            self.ranks.close()
+        except BaseException as error:
+            self.ranks.close(error)
             raise
 
     def _load(self, config: EngineConfig, make_worker: MakeWorker) -> None:

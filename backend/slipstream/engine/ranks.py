@@ -37,6 +37,7 @@ from slipstream.worker.interface import (
 )
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
 from slipstream.worker.process_group import file_store, interface_of, join, leave, limit_calls
+from slipstream.worker.residency import drop_locals
 from slipstream.worker.sample.structured_output import GrammarMasks
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Ranks:
         self.lost: RankLostError | None = None
         self.on_loss: Callable[[RankLostError], None] = lambda error: None
         self.free_bytes = 0
+        self._made: Worker | None = None  # this rank's
 
     def meet(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
         """Tell the other ranks their parts and connect with them. Raises what makes the load fail."""
@@ -85,7 +87,7 @@ class Ranks:
             return make(self._hardware)
         try:
             self._send(plan, self._others)
-            worker = make(self._hardware)
+            worker = self._made = make(self._hardware)
             for rank in self._others:
                 rank.receive("ready")
         except Exception as error:
@@ -118,8 +120,12 @@ class Ranks:
             time.sleep(0.02)
         return self.lost
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the other ranks. The worker is closed already, unless a load has failed: with what."""
+        drop_locals(failure)
+        if failure is not None and self._made is not None:
+            self._made.close()
+        self._made = None
         with self._lock:
             self._is_closing = True
         for rank in self._others:

@@ -23,6 +23,7 @@ from slipstream.core.errors import EngineError
 from slipstream.worker.cores import bind_near
 from slipstream.worker.memory_plan import Hardware
 from slipstream.worker.pipe import stage_groups
+from slipstream.worker.residency import collect_all
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 
 T = TypeVar("T")
@@ -193,9 +194,10 @@ def _all_agree(value: bool) -> bool:
 
 
 def leave(device: torch.device) -> None:
-    """Forget the group, without waiting for the others."""
+    """Forget the group, without waiting for the others. NCCL waits until all CUDA graphs that call it are gone."""
     if not dist.is_initialized():
         return
+    collect_all()
     if device.type == "cuda":
         dist.distributed_c10d._abort_process_group()  # destroying NCCL's communicators waits for the other ranks
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import traceback
 from collections.abc import Iterable
 
 import torch
@@ -69,6 +70,15 @@ def collect_all() -> None:
     gc.collect()
     if was_frozen:
         gc.freeze()
+
+
+def drop_locals(error: BaseException | None) -> None:
+    """Let the frames of a failure forget what had been made until then; those that still run do not."""
+    known: list[BaseException] = []
+    while error is not None and error not in known:
+        known.append(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def freeze_again() -> None:
