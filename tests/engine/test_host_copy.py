@@ -53,6 +53,17 @@ def test_what_is_sent_arrives_behind_a_busy_device() -> None:
 
 
 @needs_gpu
+def test_memory_of_a_sender_that_is_gone_is_not_lent_before_it_was_read() -> None:
+    target = torch.zeros(100_000, dtype=torch.uint8, device="cuda")
+    staging, source = Staging(target), np.full(100_000, 7, dtype=np.uint8)
+    torch.cuda._sleep(BUSY_CYCLES)
+    staging.send(source)
+    del staging
+    others = [torch.empty(100_000, dtype=torch.uint8, pin_memory=True).fill_(9) for _ in range(8)]
+    assert set(target.tolist()) == {7} and len(others) == 8
+
+
+@needs_gpu
 @pytest.mark.parametrize("is_urgent", [False, True])
 def test_copies_are_read_in_any_order_or_never(is_urgent: bool) -> None:
     """Those that nobody reads may still be underway when the next ones begin."""

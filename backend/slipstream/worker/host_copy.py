@@ -27,6 +27,10 @@ class Staging:
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
         self._pinned: deque[_Pinned] = deque()  # the one that was used last stands last
+        self._free = _free(target.device, True, len(target))
+
+    def __del__(self) -> None:
+        self._free += self._pinned  # torch, which does not know of these copies, would lend their memory at once
 
     def send(self, source: np.ndarray) -> None:
         """To the beginning of the tensor. source: [at most N] uint8, free to change afterwards."""
@@ -34,7 +38,7 @@ class Staging:
         if not self._target.is_cuda:
             self._target[:count].copy_(torch.from_numpy(source))
             return
-        pinned = _next_free(self._pinned, lambda: _Pinned(len(self._target)))
+        pinned = _next_free(self._pinned, lambda: _take(self._free, len(self._target), True))
         pinned.bytes[:count] = source
         stream = torch.cuda.current_stream(self._target.device).cuda_stream
         _check(_driver().cuMemcpyHtoDAsync_v2(self._target.data_ptr(), pinned.address, count, stream))
@@ -62,14 +66,19 @@ class HostCopy:
             self._event.record()
             return
         device = tensors[0].device
-        self._free, self._pinned = _take(device, is_urgent, max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
-        one = self._pinned
+        capacity = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
+        self._free = _free(device, is_urgent, capacity)
+        self._pinned = one = _take(self._free, capacity, is_urgent)
         stream = torch.cuda.current_stream(device).cuda_stream
-        for place, tensor in zip(places, tensors):
-            if tensor.nbytes:
-                source = tensor.contiguous()  # may be a copy, which must live until the driver has been called
-                _check(_driver().cuMemcpyDtoHAsync_v2(one.address + place, source.data_ptr(), tensor.nbytes, stream))
-        one.mark(stream)
+        try:
+            for place, tensor in zip(places, tensors):
+                if tensor.nbytes:
+                    source = tensor.contiguous()  # may be a copy, which must live until the driver has been called
+                    _check(
+                        _driver().cuMemcpyDtoHAsync_v2(one.address + place, source.data_ptr(), tensor.nbytes, stream)
+                    )
+        finally:
+            one.mark(stream)
         self._event = one.event
         self._arrays = [
             np.ndarray(tuple(tensor.shape), _numpy_type(tensor.dtype), one.bytes, place)
@@ -130,17 +139,16 @@ def _free(device: torch.device, is_urgent: bool, num_bytes: int) -> list[_Pinned
     return []
 
 
-def _take(device: torch.device, is_urgent: bool, num_bytes: int) -> tuple[list[_Pinned], _Pinned]:
-    """Pinned memory, and the list that it belongs to afterwards. Engines of other threads may take some, too."""
-    free = _free(device, is_urgent, num_bytes)
+def _take(free: list[_Pinned], num_bytes: int, is_urgent: bool) -> _Pinned:
+    """One of those, if the device is past it, or a new one. Engines of other threads may take some, too."""
     try:
         found = free.pop()
     except IndexError:
-        return free, _Pinned(num_bytes, is_urgent)
+        return _Pinned(num_bytes, is_urgent)
     if found.is_free:
-        return free, found
+        return found
     free.insert(0, found)
-    return free, _Pinned(num_bytes, is_urgent)
+    return _Pinned(num_bytes, is_urgent)
 
 
 @cache

@@ -28,9 +28,9 @@ from slipstream.worker.interface import (
 )
 from slipstream.worker.launched_step import LaunchedSample, RunningStep
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
-from slipstream.worker.model_runner import ModelRunner, finish_phase, load_target
+from slipstream.worker.model_runner import ModelRunner, enter_device, finish_phase, load_target
 from slipstream.worker.request_state import RequestStates
-from slipstream.worker.residency import HostWeights, collect_all, freeze_again, give_memory_back
+from slipstream.worker.residency import HostWeights, drop_locals, freeze_again, give_memory_back
 from slipstream.worker.sample.sampler import PendingTokens
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.interface import SpeculatorContext
@@ -144,6 +144,7 @@ class ModelWorker:
 
     @torch.inference_mode()
     def draft(self, drafts: DraftInput) -> DraftResult:
+        enter_device(self._hardware.device)
         self._update(drafts.updates)
         return self.speculator.draft(drafts, self._launched[drafts.step_id].heads, self._states)
 
@@ -182,7 +183,8 @@ class ModelWorker:
             if self._target is None:
                 self._target = load_target(self._config, self._spec, self._hardware, phases)
             self._assemble(self._target, phases)
-        except BaseException:
+        except BaseException as error:
+            drop_locals(error)
             self._config = config
             self.__dict__.pop("runner", None)
             self.__dict__.pop("speculator", None)
@@ -198,7 +200,6 @@ class ModelWorker:
         self._waiting = self._target = self._host_weights = None
         if not self._is_asleep:
             del self.runner, self.speculator
-        collect_all()  # graphs with calls of NCCL: leaving its group waits until they are gone
 
     # ---- parts
 
@@ -221,6 +222,7 @@ class ModelWorker:
 
     @torch.inference_mode()
     def _leave_stages(self, staged: _Staged) -> None:
+        enter_device(self._hardware.device)
         self._sample(self.runner.finish(staged.running), staged.masks)
         gone = [state.sequence_id for state in staged.running.states if self._states.get(state.sequence_id) is None]
         if gone:  # meanwhile: what the step has collected for them
