@@ -65,8 +65,8 @@ def make_prefill_budget(
 ) -> PrefillBudget:
     """With time as a limit on GPUs. Layered prefill needs all layers in one process, and no drafter that follows the
     rows of prompts, whose final states it would have to be given."""
-    follows_rows = any(drafter.is_head or drafter.num_scratch_slots for drafter in drafters)
-    layered = LayeredPrefill(0 if follows_rows or hardware.parallel.num_stages > 1 else spec.num_layers)
+    follows_prompts = any(drafter.follows_prompts for drafter in drafters)
+    layered = LayeredPrefill(0 if follows_prompts or hardware.parallel.num_stages > 1 else spec.num_layers)
     return PrefillBudget.of(config.scheduler, spec.attention_parity, hardware.device.type == "cuda", layered)
 
 

@@ -217,6 +217,11 @@ class DrafterInfo:
     is_head: bool
     reads_all_rows: bool
 
+    @property
+    def follows_prompts(self) -> bool:
+        """Whether it has to be given the rows of prompts, which only whole chunks have."""
+        return self.is_head or self.num_scratch_slots > 0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:

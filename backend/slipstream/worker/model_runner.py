@@ -122,7 +122,7 @@ class ModelRunner:
         self._graphs = StepGraphs(shapes, inputs, self._run_model, draw)
         run = self._run_all if drafts.reads_all_rows else self._run_last
         self._prompt_graphs = StepGraphs(prompt_shapes(sizes, self._max_num_tokens), inputs, run)
-        layers = layer_shapes(() if drafts.reads_all_rows else sizes, spec, plan.max_model_len)
+        layers = layer_shapes(() if drafts.follows_prompts else sizes, spec, plan.max_model_len)
         self.layered = LayeredRows(LayerGraphs(layers, model, self._kv_caches, inputs), self._builder)
         self._adapters: AdapterRows | None = None
         if model.context.lora is not None:

@@ -60,6 +60,7 @@ class Speculator:
             has_trees=any(drafter.drafts_trees for drafter in drafters),
             are_ragged=bool(self._proposers) or len(self._heads) > 1,
             reads_all_rows=any(head.reads_all_rows for head in self._heads.values()),
+            follows_prompts=any(info.follows_prompts for info in self.infos),
         )
 
     @property
