@@ -154,7 +154,8 @@ class Sampler:
         requests: per row; a request with drafts has consecutive rows, one for its last token and one per draft.
         positions: [len(requests)] int64, of each row's own token. Log-probabilities are those of the unchanged logits.
         previous: the tokens of the step before, if the host may not know them yet; of a step of plain requests alone a
-        graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it. judge: may replace the drawn tokens. masks: of rows with a grammar.
+        graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it.
+        judge: may replace the drawn tokens. masks: of rows with a grammar.
         greedy: the ids of the highest logits, if they are known; they may be in memory of a graph.
         """
         if self._are_plain(requests):  # the largest is the largest in any dtype
