@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from slipstream.worker.host_copy import HostCopy, Staging, _next_free
+from slipstream.worker.host_copy import HostCopy, Staging, _Pool
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BUSY_CYCLES = 200_000_000  # about a tenth of a second
 
 
 def test_memory_is_used_again_once_the_device_is_past_it() -> None:
-    known: deque = deque()
-    first, second, third = (_next_free(known, lambda: SimpleNamespace(is_free=False)) for _ in range(3))
+    def use(make: Callable[[], Any]) -> Any:
+        pool._make = make
+        found = pool.take()
+        pool.give(found)
+        return found
+
+    pool = _Pool(partial(pytest.fail, "not asked yet"))
+    first, second, third = (use(lambda: SimpleNamespace(is_free=False)) for _ in range(3))
     assert len({id(first), id(second), id(third)}) == 3
     second.is_free = True  # copies end in their order: it is not asked before the first
-    fourth = _next_free(known, lambda: SimpleNamespace(is_free=False))
+    fourth = use(lambda: SimpleNamespace(is_free=False))
     first.is_free = True
-    assert [_next_free(known, lambda: pytest.fail("one is free")) for _ in range(2)] == [first, second]
-    assert list(known) == [third, fourth, first, second]
+    assert [use(lambda: pytest.fail("one is free")) for _ in range(2)] == [first, second]
+    assert list(pool._free) == [third, fourth, first, second]
 
 
 def test_on_a_cpu() -> None:
@@ -39,7 +47,7 @@ def test_on_a_cpu() -> None:
 @needs_gpu
 def test_what_is_sent_arrives_behind_a_busy_device() -> None:
     """Each step's bytes as they were when it was sent."""
-    target = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(4100, dtype=torch.uint8, device="cuda")  # no other memory is of this size
     staging, source, found = Staging(target), np.zeros(3000, dtype=np.uint8), []
     for round_of in range(3):
         torch.cuda._sleep(BUSY_CYCLES)
@@ -49,7 +57,7 @@ def test_what_is_sent_arrives_behind_a_busy_device() -> None:
             found.append(target.clone())
         torch.cuda.synchronize()
     assert [(one[0].item(), one[2999].item(), one[3000].item()) for one in found] == [(n, n, 0) for n in range(21)]
-    assert len(staging._pinned) <= 7, "those of the first round are free in the second"
+    assert len(staging._pool._free) <= 7, "those of the first round are free in the second"
 
 
 @needs_gpu

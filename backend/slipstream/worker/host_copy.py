@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,7 @@ class Staging:
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
-        self._pinned: deque[_Pinned] = deque()  # the one that was used last stands last
-        self._free = _free(target.device, True, len(target))
-
-    def __del__(self) -> None:
-        self._free += self._pinned  # torch, which does not know of these copies, would lend their memory at once
+        self._pool = _pool(target.device, True, len(target))
 
     def send(self, source: np.ndarray) -> None:
         """To the beginning of the tensor. source: [at most N] uint8, free to change afterwards."""
@@ -38,11 +34,12 @@ class Staging:
         if not self._target.is_cuda:
             self._target[:count].copy_(torch.from_numpy(source))
             return
-        pinned = _next_free(self._pinned, lambda: _take(self._free, len(self._target), True))
+        pinned = self._pool.take()
         pinned.bytes[:count] = source
         stream = torch.cuda.current_stream(self._target.device).cuda_stream
         _check(_driver().cuMemcpyHtoDAsync_v2(self._target.data_ptr(), pinned.address, count, stream))
         pinned.mark(stream)
+        self._pool.give(pinned)
 
 
 class HostCopy:
@@ -67,8 +64,8 @@ class HostCopy:
             return
         device = tensors[0].device
         capacity = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
-        self._free = _free(device, is_urgent, capacity)
-        self._pinned = one = _take(self._free, capacity, is_urgent)
+        self._pool = _pool(device, is_urgent, capacity)
+        self._pinned = one = self._pool.take()
         stream = torch.cuda.current_stream(device).cuda_stream
         try:
             for place, tensor in zip(places, tensors):
@@ -87,7 +84,7 @@ class HostCopy:
 
     def __del__(self) -> None:
         if self._pinned is not None:
-            self._free.append(self._pinned)
+            self._pool.give(self._pinned)
 
     def seconds_since(self, other: HostCopy) -> float | None:
         """Between both copies, as the device saw them, when both have been read; None on a CPU. Neither is urgent."""
@@ -110,7 +107,7 @@ class HostCopy:
 class _Pinned:
     """Pinned memory, and an event behind the last copy from or to it."""
 
-    def __init__(self, num_bytes: int, is_urgent: bool = True) -> None:
+    def __init__(self, num_bytes: int, is_urgent: bool) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self.bytes, self.address = self.memory.numpy(), self.memory.data_ptr()
         self.event = torch.cuda.Event(blocking=not is_urgent, enable_timing=not is_urgent)
@@ -124,31 +121,33 @@ class _Pinned:
         _check(_driver().cuEventRecord(self.event.cuda_event, stream))
 
 
-def _next_free(known: deque[_Pinned], make: Callable[[], _Pinned]) -> _Pinned:
-    """The one that was used before all others, if the device is past it, else a new one; it becomes the last."""
-    if known and known[0].is_free:
-        known.rotate(-1)
-    else:
-        known.append(make())
-    return known[-1]
+class _Pool:
+    """Pinned memory that nobody has, in the order in which it came back. The device may still use some, and is past it
+    in that order; torch, which does not know of our copies, would lend it at once. Any thread."""
+
+    def __init__(self, make: Callable[[], _Pinned]) -> None:
+        self._make = make
+        self._free: deque[_Pinned] = deque()
+
+    def take(self) -> _Pinned:
+        """What came back first, if the device is past it, or a new one."""
+        try:
+            found = self._free.popleft()
+        except IndexError:
+            return self._make()
+        if found.is_free:
+            return found
+        self._free.appendleft(found)
+        return self._make()
+
+    def give(self, pinned: _Pinned) -> None:
+        """Its last copy is marked."""
+        self._free.append(pinned)
 
 
 @cache
-def _free(device: torch.device, is_urgent: bool, num_bytes: int) -> list[_Pinned]:
-    """Nobody has these; the device may still write to some, whose copies nobody has read."""
-    return []
-
-
-def _take(free: list[_Pinned], num_bytes: int, is_urgent: bool) -> _Pinned:
-    """One of those, if the device is past it, or a new one. Engines of other threads may take some, too."""
-    try:
-        found = free.pop()
-    except IndexError:
-        return _Pinned(num_bytes, is_urgent)
-    if found.is_free:
-        return found
-    free.insert(0, found)
-    return _Pinned(num_bytes, is_urgent)
+def _pool(device: torch.device, is_urgent: bool, num_bytes: int) -> _Pool:
+    return _Pool(partial(_Pinned, num_bytes, is_urgent))
 
 
 @cache
