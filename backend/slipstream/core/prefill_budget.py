@@ -45,7 +45,12 @@ _LEAST_SHARE = 1 / 8
 
 def may_be_layered(max_model_len: int, attention_parity: float) -> bool:
     """Whether some context is so long that chunks are cut by layers behind it."""
-    return 1.0 + max_model_len / attention_parity >= _DEAR
+    return _weight(max_model_len, attention_parity) >= _DEAR
+
+
+def _weight(num_computed: int, attention_parity: float) -> float:
+    """Of a token behind so many."""
+    return 1.0 + num_computed / attention_parity
 
 
 class _MixedStep(NamedTuple):
@@ -201,7 +206,7 @@ class PrefillBudget:
         """
         if not self._full:
             return 0
-        weight = self._weight(num_computed)
+        weight = _weight(num_computed, self._parity)
         most = self._left / weight
         if self._left == self._full:
             most = max(most, min(MIN_CHUNK, self._limit))
@@ -218,7 +223,7 @@ class PrefillBudget:
 
         Where a bound is set that a whole chunk would pass, one token begins, and layers of chunks follow."""
         is_strict = self._pace is not None and not self._pace.least_share
-        is_dear = self._is_dear(self._weight(num_computed), min(MIN_CHUNK, self._limit, num_missing, budget))
+        is_dear = self._is_dear(_weight(num_computed, self._parity), min(MIN_CHUNK, self._limit, num_missing, budget))
         if is_strict and is_dear and self._layered.takes(request, num_missing):
             budget = min(budget, 1)
         return self.take(num_computed, num_missing, budget)
@@ -227,7 +232,7 @@ class PrefillBudget:
         """Give the step some layers of a prompt's shortest chunk if the whole chunk does not fit.
 
         True: the step takes no more of prompts. Behind another prompt's tokens a chunk that is underway waits."""
-        weight, is_first = self._weight(request.num_computed_tokens), self._left == self._full
+        weight, is_first = _weight(request.num_computed_tokens, self._parity), self._left == self._full
         is_underway = self._layered.underway(request) is not None
         num_tokens = int(min(MIN_CHUNK, self._limit, budget))
         if budget <= 0 or not 0 < self._full < math.inf or not (is_first or is_underway):
@@ -244,10 +249,6 @@ class PrefillBudget:
             self._step.prefill_weight += chunk.num_tokens * weight * self._layered.share_of(chunk)
         self._left = 0.0
         return True
-
-    def _weight(self, num_computed: int) -> float:
-        """Of a token behind so many."""
-        return 1.0 + num_computed / self._parity
 
     def _is_dear(self, weight: float, num_tokens: float) -> bool:
         """Whether a chunk of tokens of this weight is to be cut by layers: it does not fit as a whole."""
