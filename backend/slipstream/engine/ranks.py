@@ -122,9 +122,10 @@ class Ranks:
 
     def close(self, failure: BaseException | None = None) -> None:
         """End the other ranks. The worker is closed already, unless a load has failed: with what."""
-        drop_locals(failure)
-        if failure is not None and self._made is not None:
-            self._made.close()
+        if failure is not None:
+            drop_locals(failure)
+            if self._made is not None:
+                self._made.close()
         self._made = None
         with self._lock:
             self._is_closing = True

@@ -51,9 +51,7 @@ class HostWeights:
 def give_memory_back(device: torch.device) -> bool:
     """Free what nothing refers to any more, and leave it to others. Returns whether objects had been frozen for the
     garbage collector, which is undone: a frozen cycle would never be freed."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
+    was_frozen = _collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -65,16 +63,14 @@ def give_memory_back(device: torch.device) -> bool:
 def collect_all() -> None:
     """Free what nothing refers to any more but itself, also what was frozen for the garbage collector. Waits for no
     device."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if was_frozen:
+    if _collect():
         gc.freeze()
 
 
-def drop_locals(error: BaseException | None) -> None:
+def drop_locals(failure: BaseException) -> None:
     """Let the frames of a failure forget what had been made until then; those that still run do not."""
     known: list[BaseException] = []
+    error: BaseException | None = failure
     while error is not None and error not in known:
         known.append(error)
         traceback.clear_frames(error.__traceback__)
@@ -84,6 +80,14 @@ def drop_locals(error: BaseException | None) -> None:
 def freeze_again() -> None:
     gc.collect()
     gc.freeze()
+
+
+def _collect() -> bool:
+    """Collect what had been frozen, too. Returns whether anything had."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    return was_frozen
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
