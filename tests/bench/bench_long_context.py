@@ -55,7 +55,8 @@ def measure_tpot(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[
         for prompt in prompts:
             register_prefix(bench.engine.scheduler.cache, prompt)
         seconds = decode_seconds(bench, bench.submit(prompts, num_output))
-        limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes)
+        bytes_per_s = arguments.memory_tb_s * 1e12
+        limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes, bytes_per_s)
         yield {"what": "tpot", "batch": batch, "context": context, "tpot_ms": round(seconds * 1e3, 3),
                "limit": round(limit / seconds, 3)}  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-BYTES_PER_S = 4.3e12
+BYTES_PER_S = 4.3e12  # of an H200's copies; an H100's are 3.0e12
 FLOPS_PER_S = {2.0: 790e12, 1.0: 1600e12}
 
 
@@ -43,7 +43,9 @@ class Shape:
         """Of a query and a key in a layer."""
         return 4 * self.q_heads * self.head_dim
 
-    def limit_s(self, batch: int, context: int, weight_bytes: float, kv_bytes: float) -> float:
+    def limit_s(
+        self, batch: int, context: int, weight_bytes: float, kv_bytes: float, bytes_per_s: float = BYTES_PER_S
+    ) -> float:
         """Least seconds of a decode step; the head stays in bf16, and tokens choose their experts evenly."""
         head = self.hidden * self.vocab
         kv = self.layers * self.kv_features * kv_bytes * context * batch
@@ -51,7 +53,7 @@ class Shape:
         moved = self.linear_parameters(touched) * weight_bytes + 2 * head + kv
         attention = self.pair_flops * context * self.layers * batch
         flops = 2 * self.linear_parameters(self.experts_of_token) * batch / FLOPS_PER_S[max(1.0, weight_bytes)]
-        return max(moved / BYTES_PER_S, flops + (2 * head * batch + attention) / FLOPS_PER_S[2.0])
+        return max(moved / bytes_per_s, flops + (2 * head * batch + attention) / FLOPS_PER_S[2.0])
 
     def config(self) -> dict[str, object]:
         """A Hugging Face config.json. Both spellings of the rotary base: transformers 5 reads rope_parameters."""

@@ -129,10 +129,11 @@ def run_twice(
     cache: dict[str, object],
     parallel: ParallelConfig,
     prompts: list[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | list[SamplingParams],
+    speculation: SpeculationConfig | None = None,
 ) -> list[list[Told]]:
-    """run_all, two times with one new engine."""
-    engine = make_engine(checkpoint, model, cache, parallel=parallel)
+    """run_all, two times with one new engine, which is closed."""
+    engine = make_engine(checkpoint, model, cache, None, speculation, parallel=parallel)
     try:
         return [run_all(engine, prompts, params) for _ in range(2)]
     finally:
