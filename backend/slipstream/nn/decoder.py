@@ -245,7 +245,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, …] rows of `forward` -> [S, vocab_size] float32."""
-        return self.lm_head(self.final(hidden)).float()
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """The same in the model's dtype."""
+        return self.lm_head(self.final(hidden))
 
     def tensors(self) -> Iterator[Tensor]:
         """All weights of this rank's stage; of a tied head none but the embedding's."""

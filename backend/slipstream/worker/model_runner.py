@@ -270,7 +270,7 @@ class ModelRunner:
             logits, greedy = drawn.logits[rows], drawn.token_ids[rows]
         else:
             hidden = hidden if tensors.is_last_only and not is_whole else hidden[rows]
-            logits = self._model.lm_head(self._model.final(hidden))
+            logits = self._model.raw_logits(hidden)
         positions = tensors.batch.positions[rows]
         tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, greedy=greedy)
         self._sampled = SampledTokens(ids, tokens.token_ids)
@@ -330,7 +330,7 @@ class ModelRunner:
         return self._model.forward_last(batch, self._kv_caches)
 
     def _draw(self, hidden: torch.Tensor) -> Drawn:
-        logits = self._model.lm_head(self._model.final(hidden))
+        logits = self._model.raw_logits(hidden)
         return Drawn(logits, self._drawn.draw(logits))
 
     def _warm_up(self, config: EngineConfig) -> None:
@@ -347,7 +347,7 @@ class ModelRunner:
             hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
             if hidden is None:
                 continue
-            logits = self._model.lm_head(self._model.final(hidden[:1]))
+            logits = self._model.raw_logits(hidden[:1])
             if checks_weights and not logits.isfinite().all():
                 raise refuse_without_numbers(config.model, self._model.context.dtype)
         if is_gpu and self._stage is not None:

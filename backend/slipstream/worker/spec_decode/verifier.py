@@ -260,7 +260,7 @@ class Verifier:
         verification = Verification(drafted, self._config)
         all_sample = verification.num_rows == len(step.token_ids)
         rows = slice(verification.num_rows) if all_sample else batch.logits_indices
-        logits = self._model.lm_head(self._model.final(running.hidden[rows]))
+        logits = self._model.raw_logits(running.hidden[rows])
         if all(one.state.is_plain for one in drafted):
             tokens = PendingTokens(ops.greedy(logits))
         else:
