@@ -77,6 +77,39 @@ def test_the_shards_of_a_layer_are_the_layer(name: str, shard: str, size: int) -
     assert torch.equal(biases, whole.weights["bias"])
 
 
+@pytest.mark.parametrize("name", [name for name in STORED if "act-order" not in name])
+def test_ranks_have_whole_blocks(name: str) -> None:
+    """21 blocks of 128 features for two ranks: no format has its blocks, groups or kernels' steps cut."""
+    gate_up = LinearSpec(128, (("gate", 2688), ("up", 2688)), shard="column", in_blocks=True)
+    down = LinearSpec(2688, (("down", 128),), shard="row", in_blocks=True)
+    parts = []
+    for spec in (gate_up, down):
+        whole, ranks = make(name, spec), [make(name, spec, Parallel(rank, 2)) for rank in range(2)]
+        widths = [rank.spec.in_features if spec is down else rank.spec.parts[0][1] for rank in ranks]
+        assert widths == [11 * 128, 10 * 128]
+        parts = [matrix(rank) for rank in ranks]
+        if spec is gate_up:
+            parts = [torch.cat(part, dim=1) for part in zip(*(own.chunk(2, dim=1) for own in parts))]
+        assert torch.equal(torch.cat(parts, dim=1 if spec is gate_up else 0), matrix(whole))
+
+
+@pytest.mark.parametrize(
+    ("features", "widths"),
+    [
+        (14336, [28, 28, 28, 28]),
+        (29568, [58, 58, 58, 57]),
+        (11008, [22, 21, 22, 21]),
+        (4864, [9.5, 9.5, 9.5, 9.5]),  # of 38 blocks one rank would have 10, and all would wait for it
+        (2880, [5.625, 5.625, 5.625, 5.625]),
+        (256, [0.5, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_blocks_are_shared_where_that_is_nearly_even(features: int, widths: list[float]) -> None:
+    found = [Parallel(rank, 4).blocks_of("gate", features) for rank in range(4)]
+    assert [(own.stop - own.start) / 128 for own in found] == widths, "the first has the most: it plans for all"
+    assert [own.start for own in found] == [0, *(own.stop for own in found[:-1])] and found[-1].stop == features
+
+
 EXPERTS = {
     "column": LinearSpec(256, tuple((f"{p}.{e}", 512) for e in range(2) for p in ("gate", "up")), shard="column"),
     "row": LinearSpec(512, (("down.0", 128), ("down.1", 128)), shard="row"),
@@ -232,11 +265,13 @@ def test_ranks_have_whole_experts(variant: str, tmp_path: Path) -> None:
 QUANTISED = {"fp8": 0.15, "wint8": 0.02, "wint4": 0.0}
 
 
+@pytest.mark.parametrize("intermediate_size", [128, 2688], ids=["even", "in blocks"])
 @pytest.mark.parametrize(("method", "difference"), QUANTISED.items())
-def test_ranks_quantise_their_part(method: str, difference: float, tmp_path: Path) -> None:
+def test_ranks_quantise_their_part(method: str, difference: float, intermediate_size: int, tmp_path: Path) -> None:
     """Scales of a row or a token are those of a rank's features, so results differ, but are no worse; scales of groups
     are the same."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes["intermediate_size"] = intermediate_size
     path = make_checkpoint("llama3-gqa-rope", tmp_path, **sizes).path
 
     def logits(decoder: Decoder) -> torch.Tensor:

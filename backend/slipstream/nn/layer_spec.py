@@ -61,6 +61,7 @@ class LinearSpec:
     products of one shape, one below the other, of which an input takes some; parts are "name.expert" then.
     shard: how ranks share it: "column" (each has some output features of every part), "row" (some input features),
     "vocabulary" (output features, the last rank fewer) or "none". unit: features that stay together, those of a head.
+    in_blocks: features are shared by blocks, of which ranks may have different numbers, and not by units.
     columns: of a rank's "row" shard, its first input feature and the number of all. whole: parts of a "column" shard
     that every rank has whole.
     """
@@ -73,6 +74,7 @@ class LinearSpec:
     unit: int = 1
     columns: tuple[int, int] | None = None
     whole: tuple[str, ...] = ()
+    in_blocks: bool = False
 
     @property
     def out_features(self) -> int:
@@ -87,7 +89,11 @@ class LinearSpec:
         if self.shard == "vocabulary":
             return parallel.vocabulary(rows)
         is_whole = part in self.whole or (self.num_experts and parallel.splits_experts)
-        return parallel.range_of(part, rows, self.unit) if self.shard == "column" and not is_whole else slice(0, rows)
+        return self._range(part, rows, parallel) if self.shard == "column" and not is_whole else slice(0, rows)
+
+    def _range(self, part: str, size: int, parallel: Parallel) -> slice:
+        """A rank's features of a part."""
+        return parallel.blocks_of(part, size) if self.in_blocks else parallel.range_of(part, size, self.unit)
 
     def of_rank(self, parallel: Parallel) -> LinearSpec:
         """What a rank has of it; the bias of a "row" shard is added once, by the first."""
@@ -98,7 +104,7 @@ class LinearSpec:
             parts = self.parts[own.start * num_parts : own.stop * num_parts]
             return replace(self, parts=parts, num_experts=own.stop - own.start)
         if self.shard == "row":
-            own = parallel.range_of(self.parts[0][0], self.in_features, self.unit)
+            own = self._range(self.parts[0][0], self.in_features, parallel)
             columns = (own.start, self.in_features)
             bias = self.bias and parallel.rank == 0
             return replace(self, in_features=own.stop - own.start, columns=columns, bias=bias)
@@ -258,12 +264,12 @@ class DenseSpec:
     @property
     def gate_up(self) -> LinearSpec:
         parts = tuple((f"{self.prefix}{name}", self.intermediate_size) for name in ("gate", "up"))
-        return LinearSpec(self.hidden_size, parts, self.bias, shard="column")
+        return LinearSpec(self.hidden_size, parts, self.bias, shard="column", in_blocks=True)
 
     @property
     def down(self) -> LinearSpec:
         parts = ((f"{self.prefix}down", self.hidden_size),)
-        return LinearSpec(self.intermediate_size, parts, self.bias, shard="row")
+        return LinearSpec(self.intermediate_size, parts, self.bias, shard="row", in_blocks=True)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

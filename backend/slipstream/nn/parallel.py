@@ -15,6 +15,10 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError, EngineError
 
 T = TypeVar("T")
+# Features along which kernels step, and of most groups of 4-bit weights and blocks of scales.
+BLOCK = 128
+# The features of the rank with most of them, over those of the average: all wait for it.
+MOST_UNEVEN = 1.05
 
 
 class Collectives(Protocol):
@@ -148,6 +152,15 @@ class Parallel:
             reason = f"{name} has {units} parts of {unit} features, which {self.size} ranks do not share evenly"
             raise ConfigError(FIELD, self.size, reason)
         return slice(first * unit, (first + count) * unit)
+
+    def blocks_of(self, name: str, total: int) -> slice:
+        """This rank's range of `total` features: in whole blocks where that is nearly even, the first rank's the largest,
+        else in single features, as `range_of`."""
+        blocks = total // BLOCK
+        if total % BLOCK or -(-blocks // self.size) * self.size > MOST_UNEVEN * blocks:
+            return self.range_of(name, total, 1)
+        first, end = (-(-blocks * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return slice(first * BLOCK, end * BLOCK)
 
     def experts(self, num_experts: int) -> slice:
         """The experts that this rank has. Raises ConfigError unless all ranks have the same number."""
