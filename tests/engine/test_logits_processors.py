@@ -21,6 +21,7 @@ from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
 from slipstream.worker.sample import named_processors
 from speculation_config import speculation_config
+from tiny_heads import make_eagle
 
 SHIPPED = "slipstream.processors:NoRepeatNgram, sigma=slipstream.processors:TopNSigma"
 OWN = "own_processors:Force, numbers=own_processors:Numbers, own_processors:Recorder"
@@ -195,3 +196,21 @@ def test_two_ranks_have_the_tokens_of_the_first(tiny_llama: Path, prompts: list[
     finally:
         engine.close()
         alone.close()
+
+
+def test_ranks_accept_the_same_drafts(tiny_llama: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    """By logits that only the first rank has: else others keep the keys of other drafts, which later requests find."""
+    head = make_eagle(tiny_llama, tmp_path / "eagle")
+    lossy = {"acceptance": "typical", "typical_threshold": 1.0, "typical_alpha": 1.0}
+    tree = {"eagle_head": str(head), "eagle_top_k": 4, "eagle_depth": 4}
+    speculation = speculation_config("eagle", throttle="off", **tree, **lossy)
+    params = asked("Roll", replace(SAMPLED, max_tokens=32))
+    found = []
+    for parallel in (None, ParallelConfig(2)):
+        options = {"logits_processors": "own_processors:Roll", "max_model_len": 128}
+        engine = make_engine(tiny_llama, options, speculation=speculation, parallel=parallel)
+        said = texts(run_all(engine, prompts[4:10], params))
+        following = [[*prompt, *text] for prompt, text in zip(prompts[4:10], said)]
+        found.append((said, texts(run_all(engine, following, replace(GREEDY, num_draft_tokens=0)))))
+        engine.close()
+    assert found[0] == found[1]

@@ -55,6 +55,15 @@ class Recorder:
         Recorder.seen += [(list(row.prompt_token_ids), row.output_token_ids) for row in rows]
 
 
+class Roll:
+    """Each token has the logit of another one."""
+
+    def __init__(self, context: ProcessorContext) -> None: ...
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[ProcessorRow]) -> torch.Tensor:
+        return logits.roll(7, dims=1)
+
+
 class Unmade:
     def __init__(self, context: ProcessorContext) -> None:
         raise OSError("no such list of words")

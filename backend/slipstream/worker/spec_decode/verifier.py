@@ -20,6 +20,7 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.core.drafts import parents_of, row_masks, row_paths
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.parallel import Parallel
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.host_copy import HostCopy, to_device
@@ -111,6 +112,11 @@ class Verification:
         if self._judged:
             self._measure(logits, draws)
         return token_ids
+
+    def agree(self, parallel: Parallel) -> None:
+        """Take the first rank's judgement: only its logits have gone through logits processors."""
+        if self._marks is not None and self._scores is not None:
+            self._marks, self._scores = parallel.agree(self._marks), parallel.agree(self._scores)
 
     def accept(
         self,
@@ -273,6 +279,7 @@ class Verifier:
                 judge=verification.judge if verification.needs_judge else None,
                 masks=masks,
             )
+        verification.agree(self._model.context.parallel)
         next_ids = self.next_ids(running, tokens.token_ids)
         num_drafts = [*step.num_drafts, *[0] * (batch.seq_lens.shape[0] - len(step.num_drafts))]
         counts = to_device(num_drafts, torch.int32, self._device)
