@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Answer
+from slipstream.engine.inbox import MAX_MESSAGES
 
 LONG = replace(GREEDY, max_tokens=200)
 
@@ -52,6 +54,32 @@ def test_cancel_of_waiting_unknown_and_finished(engine: Engine) -> None:
     engine.finish(waiting)
     run_steps(engine, told)
     assert not engine.has_work and engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_clients_who_leave_at_once_cost_others_little(tiny_llama: Path) -> None:
+    """A step reads so many messages and looks at each live request once; the next one reads on."""
+    engine = make_engine(tiny_llama, {"load_format": "null"}, scheduler={"max_waiting_requests": 3000})
+    looked, num = 0, 2 * MAX_MESSAGES + 100
+    requests = [engine.submit(Request([5, 6, 7], GREEDY, handle=number))[0] for number in range(1, num + 1)]
+    for number in range(101, num + 1):
+        engine.cancel(number)
+    engine.finish(requests[0])
+
+    class Watched(list[Request]):
+        def __iter__(self) -> Iterator[Request]:
+            nonlocal looked
+            looked += len(self)
+            return super().__iter__()
+
+    while engine.scheduler.num_waiting + len(engine.scheduler._running) < num - 100:
+        engine.step()
+    engine.scheduler._waiting = Watched(engine.scheduler._waiting)
+    ended = [output.request for output in engine.step() if output.finish_reason is FinishReason.CANCELLED]
+    assert 0 < len(ended) <= MAX_MESSAGES and looked < 3 * num
+    told: dict[Request, Told] = {}
+    run_steps(engine, told)
+    assert [request.finish_reason for request in requests[100:]] == [FinishReason.CANCELLED] * (num - 100)
+    assert requests[0].finish_reason is FinishReason.STOP and requests[1].finish_reason is FinishReason.LENGTH
 
 
 def test_finish_ends_one_sequence_only(engine: Engine) -> None:

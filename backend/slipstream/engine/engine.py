@@ -12,8 +12,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.admission import check_capacity, check_fits
@@ -37,6 +35,7 @@ from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker, make_prefill_budget, steps_in_flight
 from slipstream.engine.grammar_host import make_grammar_host
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
+from slipstream.engine.inbox import MAX_MESSAGES, Add, Finish, ended_by
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.kv_events import open_kv_events
 from slipstream.engine.rank_processes import RankProcesses
@@ -56,20 +55,6 @@ logger = logging.getLogger(__name__)
 
 _GAUGE_PERIOD_S = 0.25
 _HELD_WAIT_S = 0.002  # for grammars, while nothing else is to be done
-
-
-@dataclass(slots=True)
-class _Add:
-    requests: list[Request]
-
-
-@dataclass(slots=True)
-class _Finish:
-    """End the sequences for which `concerns` holds."""
-
-    concerns: Callable[[Request], bool]
-    reason: FinishReason
-    stop_reason: str | int | None = None
 
 
 class Engine:
@@ -134,7 +119,7 @@ class Engine:
         self._structured = StructuredOutputs(host, self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)
         self.residency = Residency(config, self.worker, self._forget_computed)
-        self._inbox: deque[_Add | _Finish] = deque()
+        self._inbox: deque[Add | Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
         self._gauges_due = 0.0
@@ -160,17 +145,17 @@ class Engine:
             self.residency.check_awake()
             check_capacity(self.scheduler, self._num_arriving, max(len(sequences), request.params.beam_width))
             self._num_arriving += len(sequences)
-            self._inbox.append(_Add(sequences))
+            self._inbox.append(Add(sequences))
             self._wake.notify()
         return sequences
 
     def cancel(self, handle: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End all sequences of a client request; an unknown handle is no error."""
-        self._post(_Finish(lambda request: request.handle == handle, reason))
+        self._post(Finish(handle, reason))
 
     def finish(self, request: Request, stop: str | None = None, reason: FinishReason = FinishReason.STOP) -> None:
         """End one sequence, by default because its text has reached a stop string."""
-        self._post(_Finish(lambda other: other is request, reason, stop))
+        self._post(Finish(request, reason, stop))
 
     def post(self, control: Control) -> Order:
         """Have the engine thread carry out a command. Raises RequestError (weights that do not fit), CapacityError
@@ -335,17 +320,21 @@ class Engine:
             self._structured.forget(ended)
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
-        while self._inbox and not self.residency.is_waking:
+        num_left = MAX_MESSAGES
+        while self._inbox and num_left and not self.residency.is_waking:
+            finishes: list[Finish] = []
             with self._wake:
-                message = self._inbox.popleft()
-                if isinstance(message, _Add):
+                while self._inbox and len(finishes) < num_left and isinstance(message := self._inbox[0], Finish):
+                    finishes.append(message)
+                    self._inbox.popleft()
+                if not finishes and isinstance(message := self._inbox.popleft(), Add):
                     self._num_arriving -= len(message.requests)
                     self._admit(message.requests, outputs)
-            if isinstance(message, _Finish):
-                for request in [request for request in self.scheduler.live_requests if message.concerns(request)]:
-                    output = self.scheduler.finish(request, message.reason, message.stop_reason)
-                    if output is not None:
-                        outputs.append(output)
+            num_left -= max(1, len(finishes))
+            for request, finish in ended_by(finishes, self.scheduler.live_requests):
+                output = self.scheduler.finish(request, finish.reason, finish.stop_reason)
+                if output is not None:
+                    outputs.append(output)
 
     def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
         try:
@@ -380,7 +369,7 @@ class Engine:
         self.stats.set(Metric.KV_BLOCK_TOKENS, self.config.cache.block_size)
         record_gauges(self.scheduler)
 
-    def _post(self, message: _Finish) -> None:
+    def _post(self, message: Finish) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()
@@ -390,7 +379,7 @@ class Engine:
         with self._wake:
             self.error = error
             self.residency.fail(error)
-            arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
+            arriving = [request for message in self._inbox if isinstance(message, Add) for request in message.requests]
             self._inbox.clear()
         # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]

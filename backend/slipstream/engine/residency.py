@@ -68,17 +68,19 @@ class Residency:
 
     def check_awake(self) -> None:
         """Raises CapacityError while no request can be taken; where one may wake the model, has it waken."""
-        if self.order is not None and not self.is_waking:
-            raise CapacityError(f"the model has been told to {self.order.control.command}; try again later")
-        if self.level and self.order is None:
+        order = self.order  # may end meanwhile
+        if order is not None and order.control.command != WAKE_UP:
+            raise CapacityError(f"the model has been told to {order.control.command}; try again later")
+        if self.level and order is None:
             if not self._config.serving.wake_on_request:
                 raise CapacityError("the model sleeps: its operator wakes it by wake_up")
             self.post(Control(WAKE_UP))
 
     def post(self, control: Control) -> Order:
         """Raises CapacityError while another command is under way."""
-        if self.order is not None:
-            raise CapacityError(f"{self.order.control.command} is under way; try again later")
+        order = self.order
+        if order is not None:
+            raise CapacityError(f"{order.control.command} is under way; try again later")
         now = time.monotonic()
         wait_s = self._config.serving.drain_timeout_s if control.mode == "wait" else 0.0
         self.order = Order(control, now + wait_s)

@@ -154,8 +154,8 @@ class Parallel:
         return slice(first * unit, (first + count) * unit)
 
     def blocks_of(self, name: str, total: int) -> slice:
-        """This rank's range of `total` features: in whole blocks where that is nearly even, and no rank has more than the
-        first; else in single features, as `range_of`."""
+        """This rank's range of `total` features: in whole blocks where that is nearly even, the most on the first rank;
+        else in single features, as `range_of`."""
         blocks = total // BLOCK
         if total % BLOCK or -(-blocks // self.size) * self.size > MOST_UNEVEN * blocks:
             return self.range_of(name, total, 1)
