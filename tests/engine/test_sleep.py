@@ -19,8 +19,9 @@ from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
-from slipstream.engine.residency import Order, allowed_folder
+from slipstream.engine.residency import Order, Residency, allowed_folder
 from slipstream.protocol.wire import ErrorCode
+from slipstream.worker.null_worker import NullWorker
 from slipstream.worker.residency import HostWeights
 from tiny_model import make_tiny_llama
 
@@ -297,3 +298,24 @@ def test_the_level_is_a_metric(tiny_llama: Path) -> None:
     engine.wait(0.0)
     assert gauge(list(engine.stats.drain())) == 2
     assert isinstance(engine.post(Control(WAKE_UP)), Order)
+
+
+def test_a_command_may_end_while_a_request_is_checked() -> None:
+    """The engine's thread ends it without the lock under which requests are checked."""
+
+    class Ending(Residency):
+        reads = 0
+
+        @property
+        def order(self) -> Order | None:
+            self.reads += 1
+            return Order(Control(SLEEP), 0.0) if self.reads == 1 else None
+
+        @order.setter
+        def order(self, order: Order | None) -> None: ...
+
+    residency = Ending(EngineConfig(), NullWorker(0), lambda: None)
+    for asked in (residency.check_awake, lambda: residency.post(Control(WAKE_UP))):
+        residency.reads = 0
+        with pytest.raises(CapacityError, match="sleep"):
+            asked()
