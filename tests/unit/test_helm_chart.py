@@ -231,6 +231,15 @@ def test_the_chart_refuses_what_does_not_fit_together(values: dict[str, Any], re
         rendered(merged(GROUP, values))
 
 
+def test_large_numbers_are_written_out() -> None:
+    """Helm reads numbers of values files as floating point, which it prints as 1.048576e+06."""
+    settings = {"max_model_len": 1048576.0, "memory_bytes": 34359738368.0, "gpu_memory_utilization": 0.85}
+    given = build_parser().parse_args(container_of(rendered({"settings": settings}))["args"][1:])
+    assert {f"{name}={value:g}" if value < 1 else f"{name}={int(value)}" for name, value in settings.items()} <= set(
+        given.set
+    )
+
+
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
 def test_the_command_is_one_that_slipstream_takes(values: dict[str, Any]) -> None:
     program, *arguments = container_of(rendered(values, "llm"))["args"]

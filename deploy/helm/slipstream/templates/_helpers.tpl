@@ -134,7 +134,7 @@ llm
 {{- end }}
 {{- range $name, $value := .Values.settings }}
 - --set
-- {{ printf "%s=%v" $name $value | quote }}
+- {{ printf "%s=%s" $name (ternary (toJson $value) (toString $value) (kindIs "float64" $value)) | quote }}
 {{- end }}
 {{- if .Values.tracing.otlpEndpoint }}
 - --set
