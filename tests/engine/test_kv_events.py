@@ -23,6 +23,12 @@ msgpack = pytest.importorskip("msgpack")
 BLOCK = 8
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The news that nothing is cached goes out before anybody subscribes."""
+    monkeypatch.setattr(kv_events, "_RECONNECT_S", 0.0)
+
+
 class Router:
     """Keeps what llm-d's router would: which blocks are where, by the events alone."""
 
@@ -96,7 +102,7 @@ def test_a_subscriber_knows_what_is_cached(tiny_llama: Path, tmp_path: Path) -> 
             ask(engine, list(range(start, start + 3 * BLOCK)))
         router.hear()
         assert hashes(engine) == set(router.blocks[DEVICE]) and tuple(first) not in router.prompts()
-        assert router.numbers == list(range(len(router.numbers)))
+        assert router.numbers == list(range(1, 1 + len(router.numbers)))
 
 
 def test_copies_in_host_memory(tiny_llama: Path, tmp_path: Path) -> None:
@@ -146,7 +152,7 @@ def test_what_was_missed_can_be_asked_for(tiny_llama: Path, tmp_path: Path) -> N
             if numbers[-1] < 0:
                 break
             late.take(payload)
-        assert numbers == [*router.numbers, -1] and late.blocks == router.blocks
+        assert numbers == [0, *router.numbers, -1] and late.num_cleared == 1 and late.blocks == router.blocks
         asking.send(b"nonsense")
         asking.send_multipart([b"", b"x" * 100])
         assert asking.poll(1000 * PATIENCE_S), "what is no question has no harm, and an end"
@@ -178,3 +184,22 @@ def test_replicas_have_ports_of_their_own(tiny_llama: Path) -> None:
         make_engine(tiny_llama, cache={"events_endpoint": "tcp://203.0.113.1:5557"})
     with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint=.*accepted with kv_events_endpoint"):
         make_engine(tiny_llama, cache={"events_replay_endpoint": "tcp://127.0.0.1:5558"})
+
+
+def test_an_engine_that_is_started_again_tells_that_its_cache_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Subscribers come back by themselves, with what they believe."""
+    endpoint, block = f"ipc://{tmp_path}/events", BlockStored(b"x" * 16, None, [1], DEVICE)
+    publisher, router = kv_events.KVEventPublisher(endpoint, "", "", BLOCK), Router(endpoint)
+    time.sleep(0.3)
+    publisher.add(block)
+    router.hear()
+    publisher.close()
+    assert len(router.blocks[DEVICE]) == 1 and not router.num_cleared
+    monkeypatch.setattr(kv_events, "_RECONNECT_S", 1.0)
+    publisher = kv_events.KVEventPublisher(endpoint, "", "", BLOCK)
+    publisher.add(block)
+    router.hear(2.0)
+    publisher.close()
+    assert router.num_cleared == 1 and router.numbers[-2:] == [0, 1], "before any block"

@@ -23,6 +23,8 @@ MAX_QUEUED_EVENTS = 1 << 16
 MAX_KEPT_BATCHES = 10_000  # for replay, as vLLM
 MAX_KEPT_BYTES = 64 << 20
 _PERIOD_S = 0.05
+# Until subscribers have come back to an engine that has been started again: ZeroMQ tries every 0.1 s by default.
+_RECONNECT_S = 1.0
 _NUM_IN_BATCH = 512
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -90,6 +92,8 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         try:
+            if not self._is_closed.wait(_RECONNECT_S):
+                self._send(self._shown(AllCleared()))  # of an engine before this one they believe what is gone
             while not self._is_closed.wait(_PERIOD_S):
                 self._send_queued()
                 self._answer_replays()
