@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ T = TypeVar("T")
 HOST = torch.device("cpu")
 LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
+IPV6_INTERFACES = Path("/proc/net/if_inet6")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 _MEETING_TIMEOUT = timedelta(seconds=120)  # until all ranks have said where they are
 _CONNECT_TIMEOUT = timedelta(seconds=30)  # then; torch cannot be interrupted if one ends meanwhile
@@ -166,7 +168,10 @@ def limit_calls(seconds: float) -> None:
 
 
 def interface_of(address: str) -> str:
-    """The network interface with an IPv4 address of this machine. Raises EngineError if there is none."""
+    """The network interface with an address of this machine. Raises EngineError if there is none."""
+    address = address.removeprefix("::ffff:")  # of IPv4, to a socket of both
+    if ":" in address:
+        return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -176,6 +181,15 @@ def interface_of(address: str) -> str:
                 continue  # it has no such address
             if socket.inet_ntoa(found) == address or (name == LOOPBACK and address.startswith("127.")):
                 return name
+    raise EngineError(f"no network interface has the address {address}")
+
+
+def _interface_of_ipv6(address: str) -> str:
+    """By the kernel's table: lines of 32 digits, index, prefix, scope, flags and name."""
+    digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    for fields in map(str.split, IPV6_INTERFACES.read_text().splitlines() if IPV6_INTERFACES.exists() else ()):
+        if fields[0] == digits:
+            return fields[-1]
     raise EngineError(f"no network interface has the address {address}")
 
 
