@@ -48,9 +48,21 @@ def test_what_cannot_be_is_refused_with_what_can(groups: Groups, num_devices: in
         read_replica(groups, 0, num_devices)
 
 
-def test_several_nodes_have_one_engine() -> None:
-    with pytest.raises(ConfigError, match="num_nodes=2: accepted with several engines in instance_group: 1"):
-        with_replica(ParallelConfig(tensor_parallel_size=2, num_nodes=2), [{"count": 2}], 0)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(parallel=ParallelConfig(2, num_nodes=2)), "num_nodes=2: accepted with several engines.*: 1"),
+        (
+            EngineConfig(model=ModelConfig(enable_lora=True, lora_cache_bytes=1 << 20)),
+            "lora_cache_host_memory_bytes=1048576: accepted with several engines.*: 0",
+        ),
+    ],
+)
+def test_what_one_engine_alone_can_have(config: EngineConfig, message: str) -> None:
+    """Requests go to either engine, and an adapter that a client sends is only where it was sent."""
+    with pytest.raises(ConfigError, match=message):
+        with_replica(config, [{"count": 2}], 0)
+    assert with_replica(config, [{"count": 1}], 0) == config
 
 
 def config_of(

@@ -41,16 +41,22 @@ def parse_config(received: WireConfig) -> EngineConfig:
     is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", False)
     serving = replace(config.serving, is_decoupled=is_decoupled, model_name=received.model_name)
     # The backend adds `replica` where a model has several engines.
-    parallel = with_replica(config.parallel, triton.get("instance_group", ()), triton.get("replica", 0))
-    return replace(config, serving=serving, parallel=parallel)
+    config = with_replica(config, triton.get("instance_group", ()), triton.get("replica", 0))
+    return replace(config, serving=serving)
 
 
-def with_replica(parallel: ParallelConfig, groups: Sequence[Mapping[str, Any]], index: int) -> ParallelConfig:
+def with_replica(config: EngineConfig, groups: Sequence[Mapping[str, Any]], index: int) -> EngineConfig:
     """Fill in which engine of instance_group it is. Raises ConfigError."""
+    model, parallel = config.model, config.parallel
     replica = read_replica(groups, index, parallel.devices_per_node)
     if replica.num_replicas > 1 and parallel.num_nodes > 1:
         raise ConfigError("num_nodes", parallel.num_nodes, "accepted with several engines in instance_group: 1")
-    return replace(parallel, replica=replica)
+    if replica.num_replicas > 1 and model.lora_cache_bytes:
+        reason = (
+            "accepted with several engines in instance_group: 0, as only one of them would have what a client sends"
+        )
+        raise ConfigError("lora_cache_host_memory_bytes", model.lora_cache_bytes, reason)
+    return replace(config, parallel=replace(parallel, replica=replica))
 
 
 def parse_parameters(

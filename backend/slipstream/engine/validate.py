@@ -8,7 +8,7 @@ read config.pbtxt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ def validate(model_dir: str | Path) -> str:
         declared.max_batch_size,
     )
     groups = [{"count": group.count, "gpus": list(group.gpus)} for group in declared.instance_group]
-    config = replace(config, parallel=with_replica(config.parallel, groups, 0))
+    config = with_replica(config, groups, 0)
     check_tensors(declared, TASKS[config.task])
     parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
     parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
