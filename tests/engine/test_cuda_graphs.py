@@ -51,7 +51,8 @@ def test_sizes() -> None:
     assert graph_sizes("auto", 100_000, CUDA) == DEFAULT_SIZES
     assert graph_sizes("8, 1,4", 256, CUDA) == (1, 4, 8)
     assert graph_sizes("auto", 17, CUDA, has_experts=True) == (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17)
-    assert {*DEFAULT_SIZES} < {*graph_sizes("auto", 512, CUDA, has_experts=True)}
+    assert graph_sizes("auto", 600, CUDA)[-2:] == (512, 600) and DEFAULT_SIZES[-1] == 1024
+    assert {*DEFAULT_SIZES} < {*graph_sizes("auto", 1024, CUDA, has_experts=True)}
 
 
 def test_what_cannot_be_captured_runs_without_or_is_refused() -> None:

@@ -43,8 +43,8 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
     assert graphs.shape_for(step_of([128])) == PromptShape(128, 0)
     assert graphs.shape_for(step_of([1, 128])) == PromptShape(256, 32)
     assert graphs.shape_for(step_of([1] * 33 + [60, 20, 2])) == PromptShape(128, 40)
-    assert graphs.shape_for(step_of([20] * 16)) == PromptShape(384, 0)
-    assert graphs.shape_for(step_of([20] * 17)) is None  # too many prompts
+    assert graphs.shape_for(step_of([5] * 64)) == PromptShape(384, 0)
+    assert graphs.shape_for(step_of([5] * 65)) is None  # too many prompts
     assert graphs.shape_for(step_of([1] * 41 + [60])) is None  # too many decodes
     assert graphs.shape_for(step_of([513])) is None and graphs.shape_for(step_of([1, 1])) is None
     assert graphs.shape_for(step_of([1, 60], tree=True)) is None

@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 # Tokens of the largest graph with several tokens per request: above, GEMMs take longer than their launches.
 MAX_DECODE_ROWS = 512
-# Numbers of requests to capture for: at most 16 apart up to 128, 32 up to 256, then 64. A padding row costs little.
-DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Numbers of requests to capture for: up to 16 apart to 128, 32 to 256, 64 to 512, then 128. A padding row costs little.
+DEFAULT_SIZES = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024),
+)
 # Padding rows choose experts, too, whose weights are read for nobody: of 64, 5 rows of 6 experts each have about 25,
 # and three equal rows of padding add 4.
 SIZES_OF_EXPERTS = tuple(sorted({*DEFAULT_SIZES, 3, 5, 6, 7, 12, 20}))
@@ -40,7 +43,7 @@ MAX_TOKENS = 2560
 TOKEN_STEP = 128
 # Beyond so many tokens graphs are twice TOKEN_STEP apart and of fewer capacities, so that the start stays short.
 LARGE_TOKENS = 1280
-MAX_PROMPTS = 16
+MAX_PROMPTS = 64
 DECODE_CAPACITIES, LARGE_CAPACITIES = (0, 32, 128, 256, 512), (0, 128, 512)
 
 
