@@ -47,3 +47,14 @@ def to_e4m3(x):
         steps = 8.0 / tl.maximum(magnitude, 0.015625)  # steps of e4m3 per unit at x; below 2^-6 they stay equal
         x = ((x * steps + 12582912.0) - 12582912.0) / steps  # adding 1.5 * 2^23 rounds to an integer
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 to bf16 or fp16, to nearest even.  The interpreter truncates to bf16, so there x is first rounded to a value
+    of bf16.
+    """
+    if INTERPRETING and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(dtype)
