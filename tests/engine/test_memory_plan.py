@@ -51,7 +51,7 @@ def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "num_experts", "bytes_per_weight"),
-    [("wint4", 0, 2), ("w4a8_fp8", 0, 0), ("w4a8_fp8", 4, 1), ("a8w8_fp8_wint4", 4, 1), ("fp8", 4, 0),
+    [("wint4", 0, 2), ("wint4", 4, 2), ("w4a8_fp8", 0, 0), ("w4a8_fp8", 4, 1), ("a8w8_fp8_wint4", 4, 1), ("fp8", 4, 0),
      ("wint8", 0, 2), ("w8a8_int8", 0, 0)],
 )  # fmt: skip
 def test_the_workspace_holds_weights_written_out(
@@ -67,6 +67,20 @@ def test_the_workspace_holds_weights_written_out(
     more = plan_memory(wide, config, GPU, GIB).workspace_bytes - plain
     assert more == largest.num_parameters * bytes_per_weight
     assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
+
+
+@pytest.mark.parametrize(("num_experts", "is_counted"), [(512, True), (513, False)])
+def test_experts_that_are_not_written_out_take_no_workspace(
+    spec: DecoderSpec, num_experts: int, is_counted: bool
+) -> None:
+    """4 GiB of gate_up is the most; then down is the largest."""
+    layer = replace(spec.layers[0], mlp=ExpertsSpec(512, 4096, num_experts, RouterSpec(2)))
+    wide = replace(spec, hidden_size=512, layers=(layer,))
+    configs = [
+        replace(_config(), model=ModelConfig(max_model_len=256, quantization=name)) for name in ("none", "wint4")
+    ]
+    held = [workspace_bytes(wide, config, GPU) for config in configs]
+    assert held[1] - held[0] == num_experts * 512 * 4096 * 2 * (2 if is_counted else 1)
 
 
 @pytest.mark.parametrize(

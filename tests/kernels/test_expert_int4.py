@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
+from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.moe import grouped_w4a8_layout
 from slipstream_kernels.moe.cuda import grouped_w4a8_gemm, grouped_w4a16_gemm
+from slipstream_kernels.moe.kernels import KERNELS, Call
 from slipstream_kernels.moe.triton.dequantise_w4a8 import dequantise_w4a8
 from slipstream_kernels.moe.triton.dequantise_w4a16 import dequantise_w4a16
 from tolerances import INT_MM
@@ -148,8 +152,45 @@ def test_experts_weights_as_fp8(device, blocks, group_size) -> None:
     weight = int4_of(48, 128 * blocks, group_size, True, device)
     repacked = int4_layout.repack_experts(weight)
     assert repacked.zeros is not None
-    y, expected = dequantise_w4a16(repacked).float() * repacked.zeros[:, None], ops.dequantize_int4(weight)
+    y, expected = dequantise_w4a16(repacked, E4M3).float() * repacked.zeros[:, None], ops.dequantize_int4(weight)
     assert ((y - expected).abs() <= 1.01 * 2**-4 * expected.abs()).all()
+
+
+def half_scales(weight: ops.Int4Weight) -> ops.Int4Weight:
+    """With scales as checkpoints store them, which the prepacked form holds exactly."""
+    return replace(weight, scales=weight.scales.half().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("blocks", "group_size"), [(3, 128), (1, 64), (1, 128), (5, 640), (2, 64)])
+def test_experts_weights_in_16_bits_are_the_reference(device, blocks, group_size, has_zeros, dtype) -> None:
+    weight = half_scales(int4_of(48, 128 * blocks, group_size, has_zeros, device))
+    written = dequantise_w4a16(int4_layout.repack_experts(weight), dtype)
+    assert torch.equal(written, ops.dequantize_int4(weight).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("by_token", "gated"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("kernel", "in_features", "group_size"),
+    [("dequantise_w4a16_16bit+grouped_mm", 384, 128), ("dequantise_w4a16_16bit+grouped_mm", 128, 64),
+     ("dequantise_int4_16bit+grouped_mm", 1344, 32), ("dequantise_int4_16bit+grouped_mm", 192, 64)],
+)  # fmt: skip
+def test_many_rows_of_experts_go_through_16_bit_weights(
+    device, kernel, in_features, group_size, by_token, gated, dtype
+) -> None:
+    """Of three experts, the last without rows: to the bit what the product of the reference's weights gives."""
+    routing = ops.route_experts(logits_of(40, 3, device), 2)
+    x = torch.randn(40 if by_token else routing.num_rows, in_features, device=device).to(dtype)
+    weight = half_scales(int4_of(3 * 64, in_features, group_size, True, device))
+    held = weight if kernel.startswith("dequantise_int4") else int4_layout.repack_experts(weight)
+    call = Call(x, ops.int4_linear_weight(held, num_experts=3), routing, by_token, gated)
+    y = KERNELS[kernel].run(call, ())
+    dense = ops.dequantize_int4(weight).view(3, 64, in_features)
+    assert torch.equal(y, ops.grouped_mm(x, dense.to(dtype), routing, by_token=by_token, gated=gated))
+    rounds_weights = INT_MM["cuda", torch.bfloat16]
+    check(y, x.double(), dense.double(), routing, by_token, gated, rounds_weights)
 
 
 @pytest.mark.parametrize(("blocks", "group_size"), [(3, 128), (2, 256)])

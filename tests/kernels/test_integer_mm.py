@@ -10,7 +10,9 @@ from hopper import needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.gemm import int8_layout
 from slipstream_kernels.gemm.choose import variant_of
+from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
+from slipstream_kernels.gemm.triton.int4_dequantise import int4_dequantise
 from slipstream_kernels.gemm.triton.int8_dequantise import int8_dequantise
 from slipstream_kernels.ops import Int4Weight, Int8Rows
 from tolerances import INT_MM
@@ -193,6 +195,34 @@ def test_repacked_int8_weights_are_written_out_as_they_were(device, dtype) -> No
     words, scales = int8_layout.repack(values), 0.5 + torch.rand(5, device=device)
     assert torch.equal(int8_layout.unpack(words), values)
     assert torch.equal(int8_dequantise(words, scales, dtype), (values.float() * scales[:, None]).to(dtype))
+
+
+# in, group size: units of 16 to 64 bytes, rows of several programs, groups and rows that are no powers of two
+WRITTEN_OUT = [(64, 32), (256, 64), (384, 128), (96, 0), (36, 12), (10944, 32), (10944, 64), (10944, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("in_features", "group_size"), WRITTEN_OUT)
+def test_canonical_int4_weights_are_written_out_as_the_reference_has_them(
+    device, in_features, group_size, has_zeros, dtype
+) -> None:
+    weight = int4(5, in_features, group_size, has_zeros, device)
+    assert torch.equal(int4_dequantise(weight, dtype), ops.dequantize_int4(weight).to(dtype))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_rows_beside_canonical_int4_weights(device, dtype, has_bias) -> None:
+    """To the bit what the library makes of the reference's weights, rounded once."""
+    weight, x = int4(24, 10944, 32, True, device), torch.randn(70, 10944, device=device).to(dtype)
+    bias = torch.randn(24, device=device) if has_bias else None
+    y = KERNELS["int4_canonical_dequantise+library"].run(x, ops.int4_linear_weight(weight, bias), (), False)
+    rounded = None if bias is None else bias.to(dtype)
+    assert torch.equal(y, torch.nn.functional.linear(x, ops.dequantize_int4(weight).to(dtype), rounded))
+    expected = x.double() @ dequantised(weight).to(device).t()
+    expected = expected if bias is None else expected + bias.double()
+    assert (y.double() - expected).norm() / expected.norm() < 4e-3
 
 
 def test_wrong_operands_are_named(device) -> None:

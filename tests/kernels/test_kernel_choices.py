@@ -23,10 +23,11 @@ ELSEWHERE = [
     ("fp8_block", E4M3, FP8_ROWS, "scaled_mm", "grouped_mm"),
     ("int8", torch.int8, INT8_ROWS, "int8_mm", "grouped_mm"),
     ("int8", torch.int8, PLAIN_ROWS, "int8_mm", "grouped_mm"),
-    ("int4", torch.uint8, PLAIN_ROWS, "int4_mm", "grouped_int4_mm"),
+    ("int4", torch.uint8, PLAIN_ROWS, ("int4_mm", "int4_canonical_dequantise+library"),
+     ("grouped_int4_mm", "dequantise_int4_16bit+grouped_mm")),
     ("int4", torch.uint8, FP8_ROWS, "int4_mm", "grouped_int4_mm"),
     ("mxfp4", torch.uint8, PLAIN_ROWS, "int4_mm", ("grouped_int4_mm", "dequantise_mxfp4+grouped_mm")),
-]
+]  # fmt: skip
 
 
 def test_choices_are_those_recorded() -> None:
@@ -63,7 +64,7 @@ def test_other_gpus_multiply_by_triton_lang_and_cublas(
     form: str,
     dtype: torch.dtype,
     rows: str,
-    kernel: str,
+    kernel: str | tuple[str, ...],
     experts: str | tuple[str, ...],
     capability: tuple[int, int],
     num_sms: int,
@@ -78,12 +79,77 @@ def test_other_gpus_multiply_by_triton_lang_and_cublas(
     try:
         for num_rows in kernel_choices.ROWS:
             chosen = dense.choose(Product(kind, num_rows, rows, BF16), Gpu(KERNELS, num_sms))
-            assert chosen.kernel == kernel, f"{num_rows} rows"
+            assert chosen.kernel in ((kernel,) if isinstance(kernel, str) else kernel), f"{num_rows} rows"
             product = ExpertProduct(kind._replace(num_experts=8), num_rows, 2 * num_rows, BF16)
             name = moe.choose(product, Gpu(EXPERT_KERNELS, num_sms)).kernel
             assert name.endswith(experts), f"{num_rows} rows"
     finally:
         this_gpu.is_hopper.cache_clear()
+
+
+def kind_of(form: str, dtype: torch.dtype, size: tuple[int, int, int], num_experts: int = 0) -> WeightKind:
+    """size: output features (of an expert), input features, of a group."""
+    out_features, in_features, group_size = size
+    device = torch.device("cuda", 30)
+    return WeightKind(form, out_features, in_features, dtype, device, group_size, PLAIN_ROWS, num_experts)
+
+
+def dense_choice(kind: WeightKind, num_rows: int, dtype: torch.dtype, *, gated: bool = False) -> str:
+    return dense.choose(Product(kind, num_rows, PLAIN_ROWS, dtype, gated), Gpu(KERNELS, 132)).kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(4096, 4096, 32), (2048, 10944, 64), (2048, 10944, 10944), (24, 4096, 128)], ids=str)
+def test_more_than_64_rows_beside_canonical_4_bits_go_to_the_library(
+    size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    kind = kind_of("int4", torch.uint8, size)
+    for gated in (False, True):
+        chosen = {rows: dense_choice(kind, rows, dtype, gated=gated) for rows in (1, 64, 65, 160, 1 << 16)}
+        assert [rows for rows, kernel in chosen.items() if kernel == "int4_mm"] == [1, 64]
+        assert {chosen[rows] for rows in (65, 160, 1 << 16)} == {"int4_canonical_dequantise+library"}
+    assert dense_choice(kind, 4096, torch.float32) == "int4_mm", "which multiplies in fp32"
+    fixed = kind._replace(deterministic=True)
+    assert dense_choice(fixed, 4096, dtype) == "invariant_mm"
+    on_fp8 = Product(kind._replace(rows=FP8_ROWS), 4096, FP8_ROWS, BF16)
+    assert dense.choose(on_fp8, Gpu(KERNELS, 132)).kernel == "int4_mm"
+
+
+def experts_choice(kind: WeightKind, num_rows: int, dtype: torch.dtype) -> str:
+    """num_rows: of the average expert."""
+    product = ExpertProduct(kind, num_rows * kind.num_experts, num_rows * kind.num_experts, dtype, gated=True)
+    return moe.choose(product, Gpu(EXPERT_KERNELS, 132)).kernel
+
+
+EXPERTS_IN_4_BITS = [
+    ("grouped_w4a16", torch.int32, 128, 160, "grouped_w4a16_gemm", "dequantise_w4a16_16bit+grouped_mm"),
+    ("int4", torch.uint8, 32, 65, "grouped_int4_mm", "dequantise_int4_16bit+grouped_mm"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("form", "stored", "group", "least", "few", "many"), EXPERTS_IN_4_BITS)
+def test_many_rows_of_4_bit_experts_are_multiplied_by_weights_written_out(
+    form: str, stored: torch.dtype, group: int, least: int, few: str, many: str, dtype: torch.dtype
+) -> None:
+    for num_experts in (8, 61):
+        kind = kind_of(form, stored, (2816, 2048, group), num_experts)
+        chosen = [experts_choice(kind, rows, dtype) for rows in (1, 64, least - 1, least, 4096)]
+        assert chosen == [few, few, few, many, many]
+    assert experts_choice(kind._replace(deterministic=True), 4096, dtype) == "invariant_grouped_mm"
+    assert experts_choice(kind, 4096, torch.float32) == few
+
+
+@pytest.mark.parametrize(("form", "stored", "group", "least", "few", "many"), EXPERTS_IN_4_BITS)
+def test_experts_of_more_than_4_gib_are_not_written_out(
+    form: str, stored: torch.dtype, group: int, least: int, few: str, many: str
+) -> None:
+    """The memory plan counts what the choice makes."""
+    fitting, larger = (kind_of(form, stored, (rows, 2048, group), 256) for rows in (4096, 4128))
+    assert experts_choice(fitting, 4096, BF16) == many and experts_choice(larger, 4096, BF16) == few
+    sizes = [256 * rows * 2048 for rows in (4096, 4128)]
+    assert [ops.written_out_bytes("int4", PLAIN_ROWS, 256, size, BF16) for size in sizes] == [4 << 30, 0]
+    assert ops.written_out_bytes("int4", PLAIN_ROWS, 0, sizes[1], BF16) == 2 * sizes[1], "a dense layer has no limit"
 
 
 def test_gpus_without_fp8_are_refused_by_their_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,12 @@ GROUPED_TILE = {
 }  # fmt: skip
 GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
 MXFP4_BYTES = {"packed_ptr": "*u8", "scales_ptr": "*u8", "out_ptr": "*bf16", "num_bytes": "i32"}
+INT4_BYTES = {"packed_ptr": "*u8", "scales_ptr": "*fp32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
+INT4_BYTES_TILE = {"ROW_BYTES": 5472, "GROUP_BYTES": 32, "UNIT": 32, "UNITS": 64, "HAS_ZEROS": True}
+W4A16_TILES = {
+    "qweight_ptr": "*u8", "scales_ptr": "*i32", "channel_ptr": "*fp32", "out_ptr": "*fp8e4nv", "num_tiles": "i32",
+}  # fmt: skip
+W4A16_SHAPE = {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False, "IS_E4M3": True}
 GROUPED_MXFP4_TILE = {**GROUPED_TILE, **MXFP4, "BLOCK_K": 128}
 ROUTES = {
     "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
@@ -261,6 +267,11 @@ KERNELS = [
         "int8_dequantise", "_int8_dequantise_kernel", {"words_ptr": "*i32", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
         {"ROW_RUNS": 256, "RUNS": 256}, 8,
     ),
+    ("int4_dequantise", "_int4_dequantise_kernel", INT4_BYTES, INT4_BYTES_TILE, 4),
+    (
+        "int4_dequantise", "_int4_dequantise_kernel", {**INT4_BYTES, "out_ptr": "*fp16"},
+        {"ROW_BYTES": 2048, "GROUP_BYTES": 16, "UNIT": 16, "UNITS": 128, "HAS_ZEROS": False}, 4,
+    ),
     ("route_experts", "_route_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES, "BLOCK_M": 8}, 4),
@@ -284,10 +295,11 @@ KERNELS = [
     ),
     ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
     ("grouped_int4_mm", "_grouped_int4_mm_kernel", {**GROUPED, "scales_ptr": "*u8"}, GROUPED_MXFP4_TILE, 4),
-    (
-        "dequantise_w4a16", "_dequantise_w4a16_kernel",
-        {"qweight_ptr": "*u8", "scales_ptr": "*i32", "out_ptr": "*fp8e4nv", "num_tiles": "i32"},
-        {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False}, 4,
+    ("dequantise_w4a16", "_dequantise_w4a16_kernel", W4A16_TILES, W4A16_SHAPE, 4),
+    *(
+        ("dequantise_w4a16", "_dequantise_w4a16_kernel", {**W4A16_TILES, "out_ptr": dtype},
+         {**W4A16_SHAPE, "IS_E4M3": False, "IS_CHANNELWISE": is_channelwise}, 4)
+        for dtype, is_channelwise in (("*bf16", False), ("*fp16", True))
     ),
     (
         "dequantise_w4a8", "_dequantise_w4a8_kernel",

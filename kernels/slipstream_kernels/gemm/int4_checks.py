@@ -35,3 +35,8 @@ def group_refusal(group_size: int, in_features: int) -> str | None:
     if group_size % TRITON_BLOCK and group_size not in (32, 64, in_features):
         return f"group_size {group_size} is neither 32, 64, a multiple of {TRITON_BLOCK} nor the whole row"
     return None
+
+
+def write_out_refusal(group_size: int) -> str | None:
+    """Why canonical weights of such groups cannot be written out in 16 bits; None if they can."""
+    return f"group_size {group_size} is odd: the weights of a byte have two scales" if group_size % 2 else None

@@ -17,7 +17,7 @@ from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda import swap_ab_choice
-from slipstream_kernels.gemm.int4_checks import group_refusal
+from slipstream_kernels.gemm.int4_checks import group_refusal, write_out_refusal
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from slipstream_kernels.gemm.tuning import ranges_of, tuning_of
 from slipstream_kernels.integer import Int8Rows
@@ -186,6 +186,10 @@ def _int4_triton_refusal(product: Product) -> str | None:
     return _needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
 
 
+def _int4_write_out_refusal(product: Product) -> str | None:
+    return _needs_gpu(product) or _needs_16_bits(product) or write_out_refusal(product.weight.group_size)
+
+
 def _dequantise(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     y: Tensor = load_module("reference", "gemm.skinny_gemm").skinny_gemm(
         x, weight.tensor, weight.scales, weight.bias, gated
@@ -253,6 +257,12 @@ def _int4_by(name: str) -> Run:
     return run
 
 
+def _int4_canonical_written_out(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
+    assert isinstance(x, Tensor)
+    expand = load_module("triton", "gemm.int4_dequantise").int4_dequantise
+    return F.linear(x, expand(weight.int4, x.dtype), _bias(weight, x.dtype))
+
+
 def _w4a8_by(name: str) -> Run:
     def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
         y: Tensor = getattr(_cuda("w4a8_mm"), name)(x, weight.int4, _bias(weight, x.dtype), config)
@@ -306,6 +316,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "skinny_gemm_w4a16": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_tiles),
     "mixed_gemm_w4a16": _mixed_gemm("mixed_gemm_w4a16", _int4_by("mixed")),
     "int4_dequantise+library": Kernel(_int4_by("written_out"), _needs_16_bits),
+    "int4_canonical_dequantise+library": Kernel(_int4_canonical_written_out, _int4_write_out_refusal),
     "mixed_gemm_w4a8": _mixed_gemm("mixed_gemm_w4a8", _w4a8_by("few")),
     "w4a8_gemm": Kernel(_w4a8_by("many"), _w4a8_many_refusal, _tile_config("w4a8_gemm")),
     "mixed_gemm_w4a8_parts": Kernel(_w4a8_by("in_parts"), _needs_16_bits),

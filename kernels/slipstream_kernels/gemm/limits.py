@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.gemm.tuning import WRITTEN_OUT_BYTES
+from slipstream_kernels.gemm.tuning import LIMITED_WRITE_OUTS, MOST_WRITTEN_OUT_BYTES, WRITTEN_OUT_BYTES
 
 
 def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -17,10 +17,14 @@ def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else f"FP8 products give bfloat16 on a GPU, not {dtype}"
 
 
-def written_out_bytes(weight: str, rows: str, num_experts: int, dtype: torch.dtype) -> int:
-    """Bytes for each weight of a copy that a product of many rows on a GPU makes first, to read it whole.
+def written_out_bytes(weight: str, rows: str, num_experts: int, num_weights: int, dtype: torch.dtype) -> int:
+    """Bytes of a copy of so many weights that a product of many rows on a GPU makes first, to read it whole.
 
-    weight: "int4", "mxfp4" or "int8".  rows: "plain" or "fp8".  dtype: of plain rows.
+    weight: "int4", "mxfp4" or "int8".  rows: "plain" or "fp8".  num_weights: of all experts.  dtype: of plain rows.
+    0: products of the format make no copy, or none of this size.
     """
-    size = WRITTEN_OUT_BYTES.get((weight, rows, num_experts > 0))
-    return 0 if size is None else size or dtype.itemsize
+    kind = weight, rows, num_experts > 0
+    if kind not in WRITTEN_OUT_BYTES:
+        return 0
+    num_bytes = num_weights * (WRITTEN_OUT_BYTES[kind] or dtype.itemsize)
+    return 0 if kind in LIMITED_WRITE_OUTS and num_bytes > MOST_WRITTEN_OUT_BYTES else num_bytes

@@ -136,7 +136,8 @@ _USES_OF_H200: Table = {
         up_to("mixed_gemm", 256),
         Use("int8_dequantise+library"),
     ),
-    ("int4", PLAIN_ROWS): _INT4,
+    # An estimate, not timed: int4_mm takes weights once more for each 64 rows.
+    ("int4", PLAIN_ROWS): (at_least("int4_canonical_dequantise+library", 65), *_INT4),
     ("int4", FP8_ROWS): _INT4,
     ("mxfp4", PLAIN_ROWS): _INT4,
     ("w4a16", PLAIN_ROWS): (
@@ -232,6 +233,11 @@ def ranges_of(gpu: str, weight_format: str, kernel: str) -> list[tuple[int, int]
 WRITTEN_OUT_BYTES = {
     ("int8", PLAIN_ROWS, False): 0,
     ("int4", PLAIN_ROWS, False): 0,
+    ("int4", PLAIN_ROWS, True): 0,
     ("int4", FP8_ROWS, True): 1,
     ("mxfp4", PLAIN_ROWS, True): 0,
 }
+# Experts' 4-bit weights beside 16-bit rows are written out where a product's take no more than this; else the kernel of
+# few rows multiplies all rows, and the memory goes to the KV pool.
+MOST_WRITTEN_OUT_BYTES = 4 << 30
+LIMITED_WRITE_OUTS = frozenset({("int4", PLAIN_ROWS, True)})

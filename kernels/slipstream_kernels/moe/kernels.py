@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from slipstream_kernels.cuda.device import is_hopper
-from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.gemm.int4_checks import group_refusal
+from slipstream_kernels.fp8 import E4M3, Fp8Rows
+from slipstream_kernels.gemm.int4_checks import group_refusal, write_out_refusal
+from slipstream_kernels.gemm.limits import written_out_bytes
 from slipstream_kernels.gemm.linear_weight import LinearWeight
+from slipstream_kernels.gemm.product import PLAIN_ROWS
+from slipstream_kernels.gemm.tuning import MOST_WRITTEN_OUT_BYTES
 from slipstream_kernels.integer import Int4Weight, Int8Rows
 from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, no_refusal
 from slipstream_kernels.moe.product import Product
@@ -81,6 +84,23 @@ def _needs_bf16_on_gpu(product: Product) -> str | None:
     return _needs_gpu(product) or _needs_bf16(product)
 
 
+def _experts_write_out_refusal(product: Product) -> str | None:
+    """Of weights written out in 16 bits, the type of the rows."""
+    weight = product.weight
+    if product.dtype not in (torch.bfloat16, torch.float16):
+        return f"rows are {product.dtype}, not bfloat16 or float16"
+    num_weights = weight.num_experts * weight.out_features * weight.in_features
+    if not written_out_bytes("int4", PLAIN_ROWS, weight.num_experts, num_weights, product.dtype):
+        return f"written out, the experts' {num_weights} weights take more than {MOST_WRITTEN_OUT_BYTES} bytes"
+    return None
+
+
+def _canonical_write_out_refusal(product: Product) -> str | None:
+    weight = product.weight
+    reason = _int4_triton_refusal(product) or write_out_refusal(weight.group_size)
+    return reason or _experts_write_out_refusal(product)
+
+
 def _grouped_by(backend: str) -> Run:
     """Products of 16-bit, e4m3, int8 and canonical 4-bit weights by the version of that backend."""
 
@@ -124,16 +144,34 @@ def _dequantise_w4a8(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tens
 
 def _dequantise_w4a16(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
     assert weight.zeros is not None
-    return _module("triton", "dequantise_w4a16").dequantise_w4a16(weight), weight.zeros
+    return _module("triton", "dequantise_w4a16").dequantise_w4a16(weight, E4M3), weight.zeros
 
 
-def _mxfp4_written_out(call: Call, config: Config) -> Tensor:
-    """Weights are written as bf16 first, and read by what multiplies those."""
-    from slipstream_kernels.moe.grouped_mm import grouped_mm
+def _written_out_16bit_by(expand: Callable[[Int4Weight, torch.dtype], Tensor]) -> Run:
+    """Weights are written in the type of the rows first, and read by what multiplies those."""
 
-    values = _module("triton", "dequantise_mxfp4").dequantise_mxfp4(call.weight.int4)
-    experts = values.unflatten(0, (call.routing.num_experts, -1))
-    return grouped_mm(call.x, experts, call.routing, by_token=call.by_token, gated=call.gated)
+    def run(call: Call, config: Config) -> Tensor:
+        from slipstream_kernels.moe.grouped_mm import grouped_mm
+
+        experts = expand(call.weight.int4, call.x.dtype).unflatten(0, (call.routing.num_experts, -1))
+        return grouped_mm(call.x, experts, call.routing, by_token=call.by_token, gated=call.gated)
+
+    return run
+
+
+def _dequantise_mxfp4_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    values: Tensor = _module("triton", "dequantise_mxfp4").dequantise_mxfp4(weight)
+    return values
+
+
+def _dequantise_w4a16_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    values: Tensor = _module("triton", "dequantise_w4a16").dequantise_w4a16(weight, dtype)
+    return values
+
+
+def _dequantise_int4_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    values: Tensor = load_module("triton", "gemm.int4_dequantise").int4_dequantise(weight, dtype)
+    return values
 
 
 def _grouped_gemm(name: str, refusal: Callable[[Product], str | None] = no_refusal) -> Kernel[Product, Run]:
@@ -164,7 +202,15 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
     "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _mxfp4_refusal),
-    "dequantise_mxfp4+grouped_mm": Kernel(_mxfp4_written_out, _needs_bf16_on_gpu, gates=always),
+    "dequantise_mxfp4+grouped_mm": Kernel(
+        _written_out_16bit_by(_dequantise_mxfp4_16bit), _needs_bf16_on_gpu, gates=always
+    ),
+    "dequantise_int4_16bit+grouped_mm": Kernel(
+        _written_out_16bit_by(_dequantise_int4_16bit), _canonical_write_out_refusal, gates=always
+    ),
+    "dequantise_w4a16_16bit+grouped_mm": Kernel(
+        _written_out_16bit_by(_dequantise_w4a16_16bit), _experts_write_out_refusal, gates=always
+    ),
     "dequantise_w4a16+grouped_mm": Kernel(_written_out_by(_dequantise_w4a16), _needs_bf16, gates=always),
     "dequantise_w4a8+grouped_mm": Kernel(_written_out_by(_dequantise_w4a8), _needs_bf16, gates=always),
 }

@@ -54,7 +54,8 @@ class RoundedToMXFP4(QuantMethod):
         weights["scales"][rows].copy_(scales)
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        return spec.num_parameters * ops.written_out_bytes(NAME, "plain", spec.num_experts, dtype)
+        num_weights = spec.out_features * spec.in_features
+        return ops.written_out_bytes(NAME, "plain", spec.num_experts, num_weights, dtype)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         packed, scales = weights["packed"], weights["scales"]
