@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import int4_emulator
 import pytest
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.cuda import device as this_gpu
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import int4_layout
+from slipstream_kernels.gemm.int4_checks import warn_of_canonical
 from slipstream_kernels.integer import Int4Weight
 
 
@@ -99,3 +104,38 @@ def test_what_has_no_order_is_named() -> None:
     assert int4_layout.refusal(64, 256, 256) is None
     weight = replace(weight_of(64, 256, 128, False), packed=torch.zeros(64, 128, dtype=torch.int32))
     assert weight.is_repacked
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_experts", "named", "reason"),
+    [
+        ((64, 256, 32), 0, "64 x 256", "group_size: 32 is not 64, 128 or in_features"),
+        ((64, 10944, 64), 0, "64 x 10944", "in_features: 10944 is not a multiple of 128"),
+        ((192, 256, 32), 3, "3 experts, 64 x 256 each,", "group_size: 32 is not 64, 128 or in_features"),
+    ],
+)
+def test_weights_that_stay_canonical_are_named_once(
+    sizes: tuple[int, int, int],
+    num_experts: int,
+    named: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All layers of a size have one line in the log, a warning with the reason."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    weight = weight_of(*sizes, False)
+    on_gpu: Any = SimpleNamespace(
+        dtype=torch.uint8, shape=weight.packed.shape, device=torch.device("cuda", 31), is_cuda=True
+    )
+    held = replace(weight, packed=on_gpu)
+    warn_of_canonical.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                found = ops.repack_expert_int4(held, num_experts) if num_experts else ops.repack_int4(held)
+                assert found is held
+    finally:
+        this_gpu.is_hopper.cache_clear()
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line == f"4-bit weights of {named} stay in canonical order, whose products are slower: {reason}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.select import require_shape
 
+LOG = logging.getLogger(__name__)
 TRITON_BLOCK = 128  # input features that gemm/triton/int4_mm.py takes at a time
 
 
@@ -40,3 +44,9 @@ def group_refusal(group_size: int, in_features: int) -> str | None:
 def write_out_refusal(group_size: int) -> str | None:
     """Why canonical weights of such groups cannot be written out in 16 bits; None if they can."""
     return f"group_size {group_size} is odd: the weights of a byte have two scales" if group_size % 2 else None
+
+
+@cache  # a line for each size, not for each layer
+def warn_of_canonical(size: str, reason: str) -> None:
+    """Log that a 4-bit weight is not prepacked for the kernels of its GPU, and why."""
+    LOG.warning("4-bit weights of %s stay in canonical order, whose products are slower: %s", size, reason)

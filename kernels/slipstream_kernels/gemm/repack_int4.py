@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from types import ModuleType
 
 import torch
 
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cpu import int4_packed
-from slipstream_kernels.gemm.int4_checks import check_int4
+from slipstream_kernels.gemm.int4_checks import check_int4, warn_of_canonical
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.select import load_module
-
-LOG = logging.getLogger(__name__)
 
 
 def activation_sum_columns(weight: Int4Weight) -> int:
@@ -30,8 +27,8 @@ def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False, dtype: torch.
 
     for_fp8_rows: it will be multiplied by those alone; else by 16-bit rows alone.
     dtype: of the rows, None for any; a CPU has a layout for bf16 rows.
-    A shape that the device's kernels do not serve stays canonical, and so do e2m1 weights.  Raises ValueError for a
-    weight that is not canonical.
+    A shape that the device's kernels do not serve stays canonical, with a warning, and so do e2m1 weights.  Raises
+    ValueError for a weight that is not canonical.
     """
     check_int4(weight)
     if weight.packed.device.type == "cpu" and not weight.is_e2m1:
@@ -41,7 +38,7 @@ def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False, dtype: torch.
         return weight
     reason = _cuda("w4a8_mm" if for_fp8_rows else "int4_mm").refusal(weight)
     if reason is not None:
-        LOG.info("weight of %d x %d stays canonical: %s", weight.out_features, weight.in_features, reason)
+        warn_of_canonical(f"{weight.out_features} x {weight.in_features}", reason)
         return weight
     return w4a8_layout.repack(weight) if for_fp8_rows else int4_layout.repack(weight)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.int4_checks import check_int4, group_refusal
+from slipstream_kernels.gemm.int4_checks import check_int4, group_refusal, warn_of_canonical
 from slipstream_kernels.gemm.linear_weight import int4_linear_weight
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe import grouped_w4a8_layout
@@ -16,8 +14,6 @@ from slipstream_kernels.moe.grouped_linear import grouped_linear
 from slipstream_kernels.moe.grouped_mm import check_rows
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.select import load_module, select
-
-LOG = logging.getLogger(__name__)
 
 
 def grouped_int4_mm(
@@ -68,8 +64,8 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     """The weight of all experts in the layout of its device's kernel, made once at load.
 
     fp8_rows: it is multiplied by FP8 rows alone, which have a faster kernel for groups of 128 and whole rows.
-    A shape or device that the kernel does not serve stays canonical, and so do e2m1 weights.  Raises ValueError for a
-    weight that is not canonical.
+    A shape or device that the kernel does not serve stays canonical, with a warning, and so do e2m1 weights.  Raises
+    ValueError for a weight that is not canonical.
     """
     check_int4(weight)
     if not weight.packed.is_cuda or weight.is_e2m1:
@@ -78,6 +74,7 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
         return grouped_w4a8_layout.repack_experts(weight, num_experts)
     reason = load_module("cuda", "moe.grouped_w4a16_gemm").refusal(weight, num_experts)
     if reason is not None:
-        LOG.info("weight of %d experts stays canonical: %s", num_experts, reason)
+        size = f"{num_experts} experts, {weight.out_features // num_experts} x {weight.in_features} each,"
+        warn_of_canonical(size, reason)
         return weight
     return int4_layout.repack_experts(weight)
