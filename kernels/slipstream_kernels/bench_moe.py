@@ -3,7 +3,8 @@
     python -m slipstream_kernels.bench_moe [--models mixtral-8x7b,...] [--rows 1,8,...] [--tokens 1,...]
 
 Every expert has the same number of rows; or so many tokens choose their experts by chance. --variants times those of
-the 4-bit kernel of FP8 rows too. Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2,
+the 4-bit kernel of FP8 rows too; --kernels each kernel of 4-bit weights beside 16-bit rows, prepacked (groups of 128)
+and canonical (groups of 32). Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2,
 divided by their number: what a decode step pays. gate_up ends in silu(gate) * up, which the library does in a
 launch of its own. Rows are quantised, and for the library gathered too, before.
 """
@@ -22,7 +23,13 @@ import torch
 
 from slipstream_kernels import ops
 from slipstream_kernels.bench_fp8 import graph_microseconds
+from slipstream_kernels.gemm.product import PLAIN_ROWS
+from slipstream_kernels.kernel_choice import config_of
+from slipstream_kernels.moe.choose import this_device
 from slipstream_kernels.moe.cuda import grouped_w4a8_gemm
+from slipstream_kernels.moe.kernels import KERNELS, Call
+from slipstream_kernels.moe.product import Product as ExpertProduct
+from slipstream_kernels.moe.tuning import tuning_of
 from slipstream_kernels.ops import Int4Weight, Routing
 
 # experts, of a token, (out, in features of gate_up), (of down)
@@ -35,7 +42,7 @@ MODELS = {
 NUM_ROWS = (1, 4, 8, 16, 32, 48, 128)
 FORMATS = "fp8,w4a8,w4a16,block fp8,wint8,w8a8,torch fp8,bf16,torch bf16"
 COLD_BYTES = 240 << 20  # weights that one graph goes through: four times the L2
-GROUP = 128
+GROUP, CANONICAL_GROUP = 128, 32
 Calls = list[Callable[[], object]]
 
 
@@ -57,14 +64,18 @@ def few_tokens(num_experts: int, top_k: int, num_tokens: int) -> Routing:
 
 def int4_weights(num_experts: int, size: tuple[int, int], num_copies: int, fp8_rows: bool) -> list[Int4Weight]:
     """Of random codes, in the device's order."""
-    weights = []
+    weights = canonical_weights(num_experts, size, num_copies, GROUP)
+    return [ops.repack_expert_int4(weight, num_experts, fp8_rows=fp8_rows) for weight in weights]
+
+
+def canonical_weights(
+    num_experts: int, size: tuple[int, int], num_copies: int, group_size: int
+) -> Iterator[Int4Weight]:
     rows, in_features = num_experts * size[0], size[1]
     for _ in range(num_copies):
         packed = torch.randint(256, (rows, in_features // 2), dtype=torch.uint8, device="cuda")
-        scales = (0.5 + torch.rand(rows, in_features // GROUP, device="cuda")) * in_features**-0.5 / 4
-        weight = Int4Weight(packed, scales, None, GROUP, rows, in_features)
-        weights.append(ops.repack_expert_int4(weight, num_experts, fp8_rows=fp8_rows))
-    return weights
+        scales = (0.5 + torch.rand(rows, in_features // group_size, device="cuda")) * in_features**-0.5 / 4
+        yield Int4Weight(packed, scales, None, group_size, rows, in_features)
 
 
 def fp8_weights(num_experts: int, size: tuple[int, int], num_copies: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,12 +96,17 @@ def timed(calls: Calls) -> float | str:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of a model, and weights of it in all formats that are asked for."""
+    """One product of a model, and weights of it in all formats that are asked for.
+
+    variants, by_kernel: --variants and --kernels.
+    """
 
     num_experts: int
     size: tuple[int, int]
     gated: bool
     formats: frozenset[str]
+    variants: bool = False
+    by_kernel: bool = False
 
     @cached_property
     def weights(self) -> dict[str, list[tuple[Any, ...]]]:
@@ -100,18 +116,20 @@ class Product:
         kinds: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             "grouped_w4a8": lambda: [(weight,) for weight in int4_weights(count, size, copies, True)],
             "int4": lambda: [(weight,) for weight in int4_weights(count, size, copies, False)],
+            "canonical": lambda: [(weight,) for weight in canonical_weights(count, size, copies, CANONICAL_GROUP)],
             "fp8": lambda: fp8_weights(count, size, 2),
             "int8": lambda: [(values.view(torch.int8), scales) for values, scales in fp8_weights(count, size, 2)],
             "dense": lambda: [(torch.randn(count, *size, device="cuda", dtype=torch.bfloat16),)],
             "blocks": lambda: [(values, self._block_scales()) for values, _ in fp8_weights(count, size, 2)],
         }
-        return {kind: kinds[kind]() for kind in {KINDS[name] for name in self.formats}}
+        wanted = {KINDS[name] for name in self.formats} | ({"int4", "canonical"} if self.by_kernel else set())
+        return {kind: kinds[kind]() for kind in wanted}
 
     def _block_scales(self) -> torch.Tensor:
         one = ops.block_scales(*self.size, torch.device("cuda"))
         return torch.full((self.num_experts, *one.shape), 1e-3, device="cuda")
 
-    def calls(self, routing: Routing, variants: bool) -> Iterator[tuple[str, Calls]]:
+    def calls(self, routing: Routing) -> Iterator[tuple[str, Calls]]:
         """(format, calls of all weights)"""
         x = torch.randn(routing.num_rows, self.size[1], device="cuda", dtype=torch.bfloat16)
         fp8 = ops.quantize_fp8(x)
@@ -123,10 +141,25 @@ class Product:
             if name.startswith("torch"):
                 op = partial(op, backend="library")
             yield name, [partial(op, weight, routing, *scales) for weight, *scales in self.weights[KINDS[name]]]
-        for variant in grouped_w4a8_gemm.VARIANTS if variants else ():
+        for variant in grouped_w4a8_gemm.VARIANTS if self.variants else ():
             call = partial(grouped_w4a8_gemm.grouped_int4_mm, fp8, by_token=False, gated=self.gated, variant=variant)
             weights = self.weights["grouped_w4a8"]
             yield f"{variant.columns}/{variant.warpgroups_m}", [partial(call, weight, routing) for (weight,) in weights]
+        if self.by_kernel:
+            yield from self._calls_by_kernel(x, routing)
+
+    def _calls_by_kernel(self, x: torch.Tensor, routing: Routing) -> Iterator[tuple[str, Calls]]:
+        """(kernel, calls of all weights) of 4-bit weights beside 16-bit rows, whichever the table chooses."""
+        device = this_device(x.device)
+        for kind in ("int4", "canonical"):
+            held = [ops.int4_linear_weight(weight, num_experts=self.num_experts) for (weight,) in self.weights[kind]]
+            described = held[0].kind
+            product = ExpertProduct(described, routing.num_tokens, routing.num_rows, x.dtype, self.gated)
+            for use in tuning_of(device.name).uses[described.format, PLAIN_ROWS]:
+                config, _ = config_of(use.kernel, KERNELS[use.kernel], product, device)
+                if config is not None and use.kernel != "reference":  # which reads offsets on the host
+                    run = KERNELS[use.kernel].run
+                    yield use.kernel, [partial(run, Call(x, one, routing, False, self.gated), config) for one in held]
 
 
 KINDS = {
@@ -136,16 +169,16 @@ KINDS = {
 
 
 def records(
-    models: list[str], counts: list[int], formats: frozenset[str], variants: bool
+    models: list[str], counts: list[int], formats: frozenset[str], variants: bool, by_kernel: bool
 ) -> Iterator[dict[str, object]]:
     """One per model, product and number of rows (or, negative, of tokens): microseconds of each format."""
     for model in models:
         num_experts, top_k, *sizes = MODELS[model]
         for size, gated in zip(sizes, (True, False)):
-            product = Product(num_experts, size, gated, formats)
+            product = Product(num_experts, size, gated, formats, variants, by_kernel)
             for count in counts:
                 routing = (even_routing if count > 0 else few_tokens)(num_experts, top_k, abs(count))
-                times = {name: timed(many) for name, many in product.calls(routing, variants)}
+                times = {name: timed(many) for name, many in product.calls(routing)}
                 yield {"model": model, "out": size[0], "in": size[1], "experts": num_experts, "rows": count, **times}
             del product
 
@@ -177,13 +210,15 @@ def main() -> None:
     parser.add_argument("--tokens", default="", help="routed by chance")
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--variants", action="store_true", help="of the 4-bit kernel of FP8 rows")
+    parser.add_argument("--kernels", action="store_true", help="each of 4-bit weights beside 16-bit rows")
     parser.add_argument("--json", type=Path, help="write the records here too")
     arguments = parser.parse_args()
     found = []
     counts = [int(count) for count in arguments.rows.split(",") if count]
     counts += [-int(count) for count in arguments.tokens.split(",") if count]
-    formats = frozenset(arguments.formats.split(","))
-    for record in records(arguments.models.split(","), counts, formats, arguments.variants):
+    formats = frozenset(name for name in arguments.formats.split(",") if name)
+    options = formats, arguments.variants, arguments.kernels
+    for record in records(arguments.models.split(","), counts, *options):
         found.append(record)
         print(show(record), flush=True)
     if arguments.json:
