@@ -151,7 +151,7 @@ def recording(linear: Linear) -> Iterator[Seen]:
         statistics[0].add(x)
         return x
 
-    own = {"apply": lambda x: apply(show(x)), "apply_gated": lambda x, quant: apply_gated(show(x), quant)}
+    own = {"apply": lambda x: apply(show(x)), "apply_gated": lambda x, *how: apply_gated(show(x), *how)}
     if isinstance(linear, ExpertLinear):
         own = {
             "apply_grouped": partial(_show_experts, linear.apply_grouped, statistics),

@@ -1,7 +1,8 @@
 """Times the fused elementwise ops on a GPU from one row to thousands: microseconds, fraction of the copy rate.
 
-`python -m slipstream_kernels.bench_elementwise`.  A CUDA graph launches over several inputs with PDL, as in an engine's
-step.  Few rows stay in the L2, as in a step, where the previous kernel has just written them; thousands do not.
+`python -m slipstream_kernels.bench_elementwise [--only gelu,silu]`.  A CUDA graph launches over several inputs with
+PDL, as in an engine's step.  Few rows stay in the L2, as in a step, where the previous kernel has just written them;
+thousands do not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 
 from slipstream_kernels import ops
 from slipstream_kernels.bench_decode import copy_tbps
@@ -45,8 +47,22 @@ def cases(num_rows: int, hidden_size: int, intermediate_size: int) -> dict[str, 
         "silu_mul": (lambda i: ops.silu_mul(gated[i % len(gated)]), 6 * silu_bytes),
         "silu_mul, fp8 by row": (lambda i: ops.silu_mul_fp8(gated[i % len(gated)], by_row), 5 * silu_bytes),
         "silu_mul, fp8 by group": (lambda i: ops.silu_mul_fp8(gated[i % len(gated)], by_group), 5 * silu_bytes),
+        "gelu_mul": (lambda i: ops.gelu_mul(gated[i % len(gated)]), 6 * silu_bytes),
+        "gelu_mul, fp8 by row": (lambda i: ops.gelu_mul_fp8(gated[i % len(gated)], by_row), 5 * silu_bytes),
+        "gelu_mul, fp8 by group": (lambda i: ops.gelu_mul_fp8(gated[i % len(gated)], by_group), 5 * silu_bytes),
+        "gelu by torch, product": (lambda i: torch_gelu_mul(gated[i % len(gated)]), 6 * silu_bytes),
+        "gelu by torch, product, fp8 by row": (
+            lambda i: ops.quantize_fp8(torch_gelu_mul(gated[i % len(gated)]), by_row),
+            5 * silu_bytes,
+        ),
         "quantize_fp8 by row": (lambda i: ops.quantize_fp8(x[i % sets], by_row), 3 * norm_bytes),
     }
+
+
+def torch_gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """As two kernels of torch, which gelu_mul replaced."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def rope_cases(num_rows: int) -> dict[str, tuple[Run, int]]:
@@ -95,13 +111,17 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,4096,8192", help="numbers of rows, with commas")
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=14336)
+    parser.add_argument("--only", default="", help="parts of the names of cases, with commas")
     arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
     copy_rate = copy_tbps() * 1e6  # bytes per microsecond
     torch.cuda.empty_cache()
     print(f"{torch.cuda.get_device_name()}: copy {copy_rate / 1e6:.2f} TB/s")
     for num_rows in map(int, arguments.rows.split(",")):
         found = cases(num_rows, arguments.hidden_size, arguments.intermediate_size) | rope_cases(num_rows)
         for name, (run, num_bytes) in found.items():
+            if not any(part in name for part in wanted):
+                continue
             is_small = num_rows <= LAUNCH_BOUND_ROWS
             us = microseconds(run, LAUNCHES if is_small else 8)
             share = "" if is_small else f"{100 * num_bytes / us / copy_rate:5.0f} %"

@@ -62,10 +62,10 @@ from slipstream_kernels.moe.grouped_mm import grouped_mm
 from slipstream_kernels.moe.invariant_grouped_mm import invariant_grouped_mm
 from slipstream_kernels.moe.local_routing import local_routing, local_rows
 from slipstream_kernels.moe.route_experts import route_experts
+from slipstream_kernels.norm.gated_mul import gated_mul, gelu_mul, silu_mul
+from slipstream_kernels.norm.gated_mul_fp8 import gated_mul_fp8, gelu_mul_fp8, silu_mul_fp8
 from slipstream_kernels.norm.rms_norm import rms_norm
 from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
-from slipstream_kernels.norm.silu_mul import silu_mul
-from slipstream_kernels.norm.silu_mul_fp8 import silu_mul_fp8
 from slipstream_kernels.rotation import HeadNorms, Rope
 from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
@@ -127,7 +127,11 @@ __all__ = [
     "fp8_weight",
     "gate_experts",
     "gated_linear",
+    "gated_mul",
+    "gated_mul_fp8",
     "gather_latent",
+    "gelu_mul",
+    "gelu_mul_fp8",
     "greedy",
     "grouped_gated_linear",
     "grouped_int4_mm",

@@ -1,9 +1,10 @@
-"""rms_norm, silu_mul: right against fp64, and triton the same as the reference, over odd sizes."""
+"""rms_norm, silu_mul, gelu_mul: right against fp64, and triton the same as the reference, over odd sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from slipstream_kernels import ops
 from tolerances import ELEMENTWISE
 
@@ -60,7 +61,48 @@ def test_silu_mul(device, dtype, backend, size) -> None:
     assert_near(ops.silu_mul(x, backend=backend), gate / (1 + torch.exp(-gate)) * up)
 
 
+@pytest.mark.parametrize(("num_tokens", "size"), [(3, 1), (33, 96), (7, 1000), (1, 21504)])
+def test_gelu_mul(device, dtype, backend, num_tokens, size) -> None:
+    """Of rows with something between them, and as torch computes it in fp64; erf's gelu is 5e-4 away."""
+    x = (3 * torch.randn(num_tokens, 2 * size + 5, device=device).to(dtype))[:, : 2 * size]
+    x[:, size:].clamp_(-1, 1)  # torch in fp32 is up to 4e-7 away where the activation is near zero
+    gate, up = x.double().chunk(2, dim=-1)
+    y = ops.gelu_mul(x, backend=backend)
+    assert_near(y, F.gelu(gate, approximate="tanh") * up)
+    out = torch.empty_like(y)
+    assert ops.gelu_mul(x, out=out, backend=backend) is out
+    assert torch.equal(out, y)
+
+
+def test_gelu_mul_of_extreme_gates(device, dtype, backend) -> None:
+    """x^3 of the largest is infinite in fp32; far below zero the activation is zero."""
+    most = torch.finfo(dtype).max
+    gate = torch.tensor([most, 40.0, 1e-3, 0.0, -1e-3, -40.0, -most], device=device).to(dtype)
+    y = ops.gelu_mul(torch.stack([gate, torch.ones_like(gate)]).t().contiguous(), backend=backend).flatten()
+    assert_near(y, F.gelu(gate.double(), approximate="tanh"))
+    assert y[0] == gate[0] and not y[-2:].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("gated_mul", [ops.silu_mul, ops.gelu_mul])
+def test_wrong_rows_are_named(device, backend, gated_mul) -> None:
+    x = torch.ones(2, 8, device=device)
+    cases = [
+        (x[0], None, r"x: shape \(8,\), expected \[num_tokens, 2 \* size\]"),
+        (x[:, :7], None, r"x: shape \(2, 7\)"),
+        (x.int(), None, "x: dtype torch.int32"),
+        (x.t(), None, "x: last dimension must be contiguous"),
+        (x, torch.ones(2, 8, device=device), r"out: shape \(2, 8\), expected \(2, 4\)"),
+        (x, torch.ones(2, 4, device=device).half(), "out: must be contiguous and torch.float32"),
+    ]
+    for rows, out, message in cases:
+        with pytest.raises(ValueError, match=message):
+            gated_mul(rows, out=out, backend=backend)
+    with pytest.raises(ValueError, match="activation: 'relu' is not one of silu, gelu_tanh"):
+        ops.gated_mul(x, "relu", backend=backend)
+
+
 def test_no_tokens(device, backend) -> None:
     x = torch.empty(0, 16, device=device)
-    assert ops.silu_mul(x, backend=backend).shape == (0, 8)
+    assert ops.silu_mul(x, backend=backend).shape == ops.gelu_mul(x, backend=backend).shape == (0, 8)
     assert ops.rms_norm(x, torch.ones(16, device=device), 1e-5, backend=backend).shape == (0, 16)

@@ -1,14 +1,16 @@
-"""FP8 quantisation, alone and fused with the norm and with silu·mul: right against fp64, fused the same as apart."""
+"""FP8 quantisation, alone and fused with norm, silu·mul and gelu·mul: right against fp64, fused the same as apart."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from slipstream_kernels import ops
 from slipstream_kernels.ops import Fp8Rows, Fp8Scheme
 
 BACKENDS = ["reference", "triton"]
 SIZES = [(0, 40), (0, 1100), (128, 128), (128, 640)]  # group size, columns
+GATED = {"silu": (ops.silu_mul, ops.silu_mul_fp8), "gelu": (ops.gelu_mul, ops.gelu_mul_fp8)}
 STEP = 2.0**-4  # half a step of e4m3 relative to the value
 SUBNORMAL = 2.0**-10  # half the smallest number of e4m3
 
@@ -81,14 +83,22 @@ def test_norm_and_quantise_is_norm_then_quantise(device, backend, dtype, has_res
     torch.testing.assert_close(dequantise(rows), dequantise(apart), rtol=2 * STEP * 1.1, atol=SUBNORMAL)
 
 
-@pytest.mark.parametrize(("group_size", "size"), SIZES)
-def test_silu_mul_and_quantise_is_silu_mul_then_quantise(device, backend, group_size, size) -> None:
-    x = 3 * torch.randn(3, 2 * size, device=device).bfloat16()
-    apart = ops.quantize_fp8(ops.silu_mul(x, backend=backend), Fp8Scheme(group_size), backend=backend)
-    assert_same(ops.silu_mul_fp8(x, Fp8Scheme(group_size), backend=backend), apart)
-    scheme = Fp8Scheme(scale=torch.tensor(0.03, device=device))
-    apart = ops.quantize_fp8(ops.silu_mul(x, backend=backend), scheme, backend=backend)
-    assert_same(ops.silu_mul_fp8(x, scheme, backend=backend), apart)
+@pytest.mark.parametrize(("group_size", "size"), [*SIZES, (0, 96)])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_mul_and_quantise_is_gated_mul_then_quantise(device, backend, activation, group_size, size) -> None:
+    gated_mul, fused = GATED[activation]
+    x = 3 * torch.randn(7, 2 * size + 5, device=device).bfloat16()[:, : 2 * size]
+    for scheme in (Fp8Scheme(group_size), Fp8Scheme(scale=torch.tensor(0.03, device=device))):
+        apart = ops.quantize_fp8(gated_mul(x, backend=backend), scheme, backend=backend)
+        assert_same(fused(x, scheme, backend=backend), apart)
+
+
+@pytest.mark.parametrize(("num_tokens", "group_size", "size"), [(1, 0, 21504), (33, 128, 384), (7, 0, 1000)])
+def test_gelu_mul_and_quantise_is_right(device, backend, num_tokens, group_size, size) -> None:
+    x = 3 * torch.randn(num_tokens, 2 * size, device=device)
+    gate, up = x.double().chunk(2, dim=-1)
+    rows = ops.gelu_mul_fp8(x, Fp8Scheme(group_size), backend=backend)
+    assert_rows_stand_for(rows, F.gelu(gate, approximate="tanh") * up)
 
 
 def test_weight_blocks(device) -> None:
@@ -106,7 +116,8 @@ def test_weight_blocks(device) -> None:
 def test_no_rows(device, backend) -> None:
     x = torch.empty(0, 256, device=device)
     assert ops.quantize_fp8(x, backend=backend).values.shape == (0, 256)
-    assert ops.silu_mul_fp8(x, Fp8Scheme(128), backend=backend).scales.shape == (0, 1)
+    for _, fused in GATED.values():
+        assert fused(x, Fp8Scheme(128), backend=backend).scales.shape == (0, 1)
     rows, summed = ops.rms_norm_fp8(x, torch.ones(256, device=device), 1e-5, x, Fp8Scheme(128), backend=backend)
     assert rows.scales.shape == (0, 2) and summed.shape == (0, 256)
 
@@ -131,6 +142,7 @@ def test_few_rows_get_sums_of_their_values(device, backend, num_rows: int, size:
     for rows in (
         ops.quantize_fp8(some, scheme, backend=backend),
         ops.silu_mul_fp8(x, scheme, backend=backend),
+        ops.gelu_mul_fp8(x, scheme, backend=backend),
         ops.rms_norm_fp8(some, weight, 1e-5, some, scheme, backend=backend)[0],
     ):
         if num_rows > 128:

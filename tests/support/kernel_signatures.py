@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import triton
+from slipstream_kernels.norm.gated_mul import ACTIVATIONS
 
 STRIDES = {"row_stride": "i32", "vocab_size": "i32"}
 ATTENTION = {
@@ -247,11 +248,20 @@ KERNELS = [
         {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"},
         {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "HAS_WORDS": False, "WIDTH": 20, "WIDTH_PADDED": 32}, 1,
     ),
-    ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
-     {"BLOCK": 1024}, 4),
+    *(
+        ("gated_mul", "_gated_mul_kernel",
+         {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
+         {"ACTIVATION": activation, "BLOCK": 1024}, 4)
+        for activation in ACTIVATIONS
+    ),
     *(
         (name, f"_{name}_kernel", FP8_ROWS, tile, 8)
-        for name in ("quantize_fp8", "rms_norm_fp8", "silu_mul_fp8")
+        for name in ("quantize_fp8", "rms_norm_fp8")
+        for tile in (FP8_TILE, FP8_TOTALLED)
+    ),
+    *(
+        ("gated_mul_fp8", "_gated_mul_fp8_kernel", FP8_ROWS, {**tile, "ACTIVATION": activation}, 8)
+        for activation in ACTIVATIONS
         for tile in (FP8_TILE, FP8_TOTALLED)
     ),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": True}, 4),

@@ -47,9 +47,12 @@ class Linear:
         """The product of rows that are in `activation_quant` already."""
         return ops.linear(x, self.weight)
 
-    def apply_gated(self, x: ops.Activation, quant: ops.ActivationQuant[A]) -> A:
-        """silu(gate) · up of the product [gate, up], as layers of that `activation_quant` read it."""
-        return ops.gated_linear(x, self.weight, quant)
+    def apply_gated(self, x: ops.Activation, quant: ops.ActivationQuant[A], activation: str = "silu") -> A:
+        """activation(gate) · up of the product [gate, up], as layers of that `activation_quant` read it.
+
+        The activation is part of the launch that multiplies or of the one that quantises.
+        """
+        return ops.gated_linear(x, self.weight, quant, activation)
 
     def slots(self) -> Iterator[tuple[str, str, WeightSlot]]:
         """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""

@@ -86,8 +86,10 @@ class LoraLinear(Linear):
         self._rows.beside.join(x)
         return ops.lora_expand(y, inner, self.b, tiles, self._sizes)
 
-    def apply_gated(self, x: ops.Activation, quant: ActivationQuant[A]) -> A:
-        return super().apply_gated(x, quant) if self._rows.tiles is None else quant.silu_mul(self.apply(x))
+    def apply_gated(self, x: ops.Activation, quant: ActivationQuant[A], activation: str = "silu") -> A:
+        if self._rows.tiles is None:
+            return super().apply_gated(x, quant, activation)
+        return quant.gated_mul(self.apply(x), activation)
 
     def clear(self, slot: int) -> None:
         self.a[:, slot] = 0.0

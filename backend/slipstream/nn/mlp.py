@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from slipstream_kernels.gemm.activation_quant import Activation, ActivationQuant
 from torch import Tensor
 
@@ -24,10 +23,8 @@ class MLP:
 
     def __call__(self, hidden: Activation) -> Tensor:
         """hidden: rows quantised as gate_up wants them."""
-        if self.spec.activation == "silu":  # fused into the product, or into what quantises its result
-            return self.down.apply(self.gate_up.apply_gated(hidden, self.down.activation_quant))
-        gate, up = self.gate_up.apply(hidden).chunk(2, dim=-1)
-        return self.down(F.gelu(gate, approximate="tanh") * up)
+        gated = self.gate_up.apply_gated(hidden, self.down.activation_quant, self.spec.activation)
+        return self.down.apply(gated)
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.gate_up, self.down)

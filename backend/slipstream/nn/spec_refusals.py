@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slipstream_kernels.norm.gated_mul import ACTIVATIONS
+
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from slipstream.nn.spec import DecoderSpec
 
 QK_NORMS = ("", "head", "flat")
-ACTIVATIONS = ("silu", "gelu_tanh")
 NORMS = ("pre", "post", "both")
 
 

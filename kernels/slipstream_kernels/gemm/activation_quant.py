@@ -15,10 +15,10 @@ from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm.quantize_fp8 import quantize_fp8
 from slipstream_kernels.gemm.quantize_int8 import quantize_int8
 from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.norm.gated_mul import gated_mul
+from slipstream_kernels.norm.gated_mul_fp8 import gated_mul_fp8
 from slipstream_kernels.norm.rms_norm import rms_norm
 from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
-from slipstream_kernels.norm.silu_mul import silu_mul
-from slipstream_kernels.norm.silu_mul_fp8 import silu_mul_fp8
 
 Activation = Tensor | Fp8Rows | Int8Rows
 A = TypeVar("A", bound=Activation)
@@ -36,8 +36,8 @@ class ActivationQuant(Protocol[A_co]):
         """(norm(x + residual) in this form, x + residual)."""
         ...
 
-    def silu_mul(self, x: Tensor) -> A_co:
-        """silu(gate) · up of x = [gate, up], in this form."""
+    def gated_mul(self, x: Tensor, activation: str) -> A_co:
+        """activation(gate) · up of x = [gate, up], in this form; activation: silu or gelu_tanh."""
         ...
 
 
@@ -52,8 +52,8 @@ class Plain:
             return cast("Tensor", rms_norm(x, weight, eps)), x
         return cast("tuple[Tensor, Tensor]", rms_norm(x, weight, eps, residual))
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        return silu_mul(x)
+    def gated_mul(self, x: Tensor, activation: str) -> Tensor:
+        return gated_mul(x, activation)
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,10 @@ class Fp8:
             return PLAIN.rms_norm(x, weight, eps, residual)
         return rms_norm_fp8(x, weight, eps, residual, self.scheme)
 
-    def silu_mul(self, x: Tensor) -> Tensor | Fp8Rows:
-        return silu_mul(x) if x.shape[0] <= self.max_plain_rows else silu_mul_fp8(x, self.scheme)
+    def gated_mul(self, x: Tensor, activation: str) -> Tensor | Fp8Rows:
+        if x.shape[0] <= self.max_plain_rows:
+            return gated_mul(x, activation)
+        return gated_mul_fp8(x, activation, self.scheme)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Int8:
         normed, summed = PLAIN.rms_norm(x, weight, eps, residual)
         return self.cast(normed), summed
 
-    def silu_mul(self, x: Tensor) -> Tensor | Int8Rows:
-        return self.cast(silu_mul(x))
+    def gated_mul(self, x: Tensor, activation: str) -> Tensor | Int8Rows:
+        return self.cast(gated_mul(x, activation))
 
 
 PLAIN = Plain()

@@ -10,7 +10,7 @@ from slipstream_kernels.gemm.int4_checks import check_int4, group_refusal
 from slipstream_kernels.gemm.linear import gated_linear, linear
 from slipstream_kernels.gemm.linear_weight import int4_linear_weight
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select
 
 

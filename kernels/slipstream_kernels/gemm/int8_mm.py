@@ -11,7 +11,7 @@ from slipstream_kernels.gemm.activation_quant import PLAIN
 from slipstream_kernels.gemm.linear import gated_linear, linear
 from slipstream_kernels.gemm.linear_weight import int8_weight
 from slipstream_kernels.integer import Int8Rows
-from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.select import load_module, require_float, require_shape, require_unit_stride, select
 
 LOG = logging.getLogger(__name__)

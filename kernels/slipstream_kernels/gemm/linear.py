@@ -21,13 +21,14 @@ def linear(x: Activation, weight: LinearWeight) -> Tensor:
     return _multiply(x, weight, gated=False)[0]
 
 
-def gated_linear(x: Activation, weight: LinearWeight, quant: ActivationQuant[A]) -> A:
-    """silu(first half of the columns) * second half of that product, quantised as `quant` says.
+def gated_linear(x: Activation, weight: LinearWeight, quant: ActivationQuant[A], activation: str = "silu") -> A:
+    """activation(first half of the columns) * second half of that product, quantised as `quant` says.
 
-    The gate is part of the product's launch where its kernel can, else of the launch that quantises.
+    The gate is part of the product's launch where its kernel can, which is silu's alone; else of the launch that
+    quantises.  activation: silu or gelu_tanh.
     """
-    y, is_gated = _multiply(x, weight, gated=True)
-    return quant.cast(y) if is_gated else quant.silu_mul(y)
+    y, is_gated = _multiply(x, weight, gated=activation == "silu")
+    return quant.cast(y) if is_gated else quant.gated_mul(y, activation)
 
 
 def _multiply(x: Activation, weight: LinearWeight, *, gated: bool) -> tuple[Tensor, bool]:

@@ -11,7 +11,7 @@ from slipstream_kernels.gemm.linear_weight import LinearWeight
 from slipstream_kernels.moe.choose import this_device, variant_of
 from slipstream_kernels.moe.kernels import KERNELS, Call
 from slipstream_kernels.moe.product import Product
-from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 MOST_ORDERED = 1 << 22  # features that are put in order at a time: their places take 32 MiB
@@ -43,7 +43,7 @@ def grouped_gated_linear(
     Rows are plain where the product's kernel applies the gate: grouped_linear quantises them.
     """
     y, is_gated = _multiply(x, weight, routing, by_token, gated=True)
-    return y if is_gated else quant.silu_mul(y)
+    return y if is_gated else quant.gated_mul(y, "silu")
 
 
 def _multiply(

@@ -16,7 +16,7 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.cuda.grouped_gemm import MAX_EXPERTS, GroupedGemmParams, likely_rows
 from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import Tuning
-from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_mxfp4_gemm.cu"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 

@@ -10,7 +10,7 @@ import torch
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.reference.scaled_mm import dequantize_rows, dequantize_weight
 from slipstream_kernels.integer import Int8Rows
-from slipstream_kernels.norm.reference.silu_mul import silu_mul
+from slipstream_kernels.norm.reference.gated_mul import gated_mul
 from slipstream_kernels.routing import Routing
 
 
@@ -49,4 +49,4 @@ def by_expert(
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if begin < end:
             out[begin:end] = (rows[begin:end] @ weight_of(expert).t()).to(x.dtype)
-    return silu_mul(out, None) if gated else out
+    return gated_mul(out, "silu", None) if gated else out

@@ -10,7 +10,7 @@ from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.triton.int4_tile import BLOCK_N, MAX_ROWS, MIN_ROWS, block_k, factor_type, multiply_tile
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.triton.expert_tiles import find_tile
-from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.triton.step_kernel import step_kernel
 

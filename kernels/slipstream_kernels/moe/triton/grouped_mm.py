@@ -15,7 +15,7 @@ import triton.language as tl
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.moe.triton.expert_tiles import find_tile
-from slipstream_kernels.norm.triton.silu_mul import silu
+from slipstream_kernels.norm.triton.gated_mul import silu
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot

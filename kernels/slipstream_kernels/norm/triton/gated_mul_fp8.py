@@ -1,4 +1,4 @@
-"""silu_mul_fp8 in Triton-lang: a program computes a whole row, or several groups of a row."""
+"""gated_mul_fp8 in Triton-lang: a program computes a whole row, or several groups of a row."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slipstream_kernels.gemm.triton.quantize_fp8 import (
     tile_columns,
     tile_constants,
 )
-from slipstream_kernels.norm.triton.silu_mul import silu
+from slipstream_kernels.norm.triton.gated_mul import activate
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 
 @step_kernel
-def _silu_mul_fp8_kernel(
+def _gated_mul_fp8_kernel(
     x_ptr,
     values_ptr,
     scales_ptr,
@@ -28,6 +28,7 @@ def _silu_mul_fp8_kernel(
     sums_ptr,
     x_row_stride,
     num_rows,
+    ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -43,7 +44,7 @@ def _silu_mul_fp8_kernel(
     dtype = x_ptr.dtype.element_ty
     gate = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_row_stride + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-    activated = silu(gate).to(dtype).to(tl.float32)
+    activated = activate(gate, ACTIVATION).to(dtype).to(tl.float32)
     y = (activated * up).to(dtype).to(tl.float32)
     store_rows(
         y, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, sums_ptr, num_rows, SIZE, NUM_GROUPS,
@@ -51,15 +52,15 @@ def _silu_mul_fp8_kernel(
     )  # fmt: skip
 
 
-def silu_mul_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
-    """See ops.silu_mul_fp8."""
+def gated_mul_fp8(x: torch.Tensor, activation: str, scheme: Fp8Scheme) -> Fp8Rows:
+    """See ops.gated_mul_fp8."""
     num_tokens, size = x.shape[0], x.shape[1] // 2
     rows = empty_rows(num_tokens, size, scheme, x)
     if rows.values.numel():
         scale = x if scheme.scale is None else scheme.scale
         tile = tile_constants(size, scheme, rows, GROUPS_PER_PROGRAM)
         grid = (num_tokens, triton.cdiv(tile["NUM_GROUPS"], tile["GROUPS"]))
-        options = {**tile, **dependent_launch(x.device)}
+        options = {"ACTIVATION": activation, **tile, **dependent_launch(x.device)}
         out = rows.values, rows.scales, scale, activation_sums_of(rows)
-        _silu_mul_fp8_kernel[grid](x, *out, x.stride(0), rows.values.shape[0], **options)
+        _gated_mul_fp8_kernel[grid](x, *out, x.stride(0), rows.values.shape[0], **options)
     return rows
