@@ -1,6 +1,6 @@
 """Times the fused elementwise ops on a GPU from one row to thousands: microseconds, fraction of the copy rate.
 
-`python -m slipstream_kernels.bench_elementwise [--only gelu,silu]`.  A CUDA graph launches over several inputs with
+`python -m slipstream_kernels.bench_elementwise [--only gelu,logits]`.  A CUDA graph launches over several inputs with
 PDL, as in an engine's step.  Few rows stay in the L2, as in a step, where the previous kernel has just written them;
 thousands do not.
 """
@@ -20,6 +20,7 @@ from slipstream_kernels.bench_decode import copy_tbps
 COLD_BYTES = 256 << 20
 LAUNCHES = 64
 REPLAYS = 9
+MOST_LOGITS = 512  # rows of logits: a step has those of its requests, not of its tokens
 LAUNCH_BOUND_ROWS = 64  # up to here a share of the bandwidth says nothing
 HEADS, HEAD_DIM, BLOCK_SIZE = (32, 8, 8), 128, 64  # of rope + write_kv: q, k, v
 
@@ -63,6 +64,25 @@ def torch_gelu_mul(x: torch.Tensor) -> torch.Tensor:
     """As two kernels of torch, which gelu_mul replaced."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def logit_cases(num_rows: int, vocab_size: int) -> dict[str, tuple[Run, int]]:
+    """The same of scaled and capped logits, and of torch's passes over them, which scale_logits replaced."""
+    if num_rows > MOST_LOGITS:
+        return {}
+    sets = min(LAUNCHES, max(2, COLD_BYTES // (num_rows * vocab_size * 2)))
+    logits = torch.randn(sets, num_rows, vocab_size, device="cuda").bfloat16()
+    num_bytes = 6 * num_rows * vocab_size
+
+    def torch_capped(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x.float() * 1.0 / 30.0) * 30.0
+
+    return {
+        "scale_logits, factor": (lambda i: ops.scale_logits(logits[i % sets], 0.125), num_bytes),
+        "scale_logits, cap": (lambda i: ops.scale_logits(logits[i % sets], 1.0, 30.0), num_bytes),
+        "logits by torch, factor": (lambda i: logits[i % sets].float() * 0.125, num_bytes),
+        "logits by torch, cap": (lambda i: torch_capped(logits[i % sets]), num_bytes),
+    }
 
 
 def rope_cases(num_rows: int) -> dict[str, tuple[Run, int]]:
@@ -111,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,4096,8192", help="numbers of rows, with commas")
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=14336)
+    parser.add_argument("--vocab-size", type=int, default=256000)
     parser.add_argument("--only", default="", help="parts of the names of cases, with commas")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
@@ -119,6 +140,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy {copy_rate / 1e6:.2f} TB/s")
     for num_rows in map(int, arguments.rows.split(",")):
         found = cases(num_rows, arguments.hidden_size, arguments.intermediate_size) | rope_cases(num_rows)
+        found |= logit_cases(num_rows, arguments.vocab_size)
         for name, (run, num_bytes) in found.items():
             if not any(part in name for part in wanted):
                 continue

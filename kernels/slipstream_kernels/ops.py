@@ -71,6 +71,7 @@ from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
 from slipstream_kernels.sample.sample import greedy, sample
+from slipstream_kernels.sample.scale_logits import scale_logits
 from slipstream_kernels.sample.token_masks import apply_token_masks
 from slipstream_kernels.select import BACKENDS, select
 from slipstream_kernels.spec.accept_drafts import AcceptedRows, accept_drafts, empty_accepted_rows
@@ -180,6 +181,7 @@ __all__ = [
     "rope_write_kv",
     "route_experts",
     "sample",
+    "scale_logits",
     "scaled_mm",
     "scaled_mm_counters",
     "select",

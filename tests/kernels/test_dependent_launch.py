@@ -47,7 +47,9 @@ def _chain(seed: int) -> Callable[[Callable[[], None]], list[torch.Tensor]]:
             after_each()
             rows, hidden = ops.rms_norm_fp8(attended.view(num_tokens, SIZE), weight, 1e-5, gated, ops.Fp8Scheme())
             after_each()
-            kept += [gated, attended, rows.values.view(torch.uint8), rows.scales, hidden, ops.greedy(hidden)]
+            scaled = ops.scale_logits(hidden, 0.5, 30.0)
+            after_each()
+            kept += [gated, attended, rows.values.view(torch.uint8), rows.scales, hidden, scaled, ops.greedy(scaled)]
             after_each()
         return kept
 

@@ -327,6 +327,12 @@ KERNELS = [
         {"NUM_CHUNKS": 32, "CHUNKS_PADDED": 32, "NUM_GROUPS": 16384, "GROUPS_PADDED": 16384, "GROUP": 8,
          "CAPACITY": 64, "K": 20}, 8,
     ),
+    *(
+        ("scale_logits", "_scale_logits_kernel",
+         {**STRIDES, "logits_ptr": "*bf16", "out_ptr": "*fp32", "factor": "fp32", "soft_cap": "fp32"},
+         {"HAS_SOFT_CAP": has_soft_cap, "BLOCK": 1024}, 4)
+        for has_soft_cap in (False, True)
+    ),
     (
         "penalties", "_count_kernel",
         {"history_stride": "i32", "vocab_size": "i32", "token_ids_ptr": "*i64", "prompt_lens_ptr": "*i32",

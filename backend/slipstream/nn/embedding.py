@@ -58,8 +58,7 @@ class LogitScale:
     def __call__(self, logits: Tensor) -> Tensor:
         if self.factor == 1.0 and self.soft_cap is None:
             return logits
-        logits = logits.float() * self.factor
-        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return ops.scale_logits(logits, self.factor, self.soft_cap)
 
 
 class Head(Linear):

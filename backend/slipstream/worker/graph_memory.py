@@ -107,6 +107,6 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
             num_rows += 2 * layers[0].num_tokens
     held_bytes = inputs + num_rows * spec.hidden_size * hardware.dtype.itemsize
     if parallel.num_ranks == 1:
-        is_scaled = spec.logit_scale != 1.0 or spec.logit_soft_cap is not None  # in fp32, and what is made on the way
-        held_bytes += max(sizes) * spec.vocab_size * (hardware.dtype.itemsize + 2 * 4 * is_scaled)
+        is_scaled = spec.logit_scale != 1.0 or spec.logit_soft_cap is not None  # a second tensor, in fp32
+        held_bytes += max(sizes) * spec.vocab_size * (hardware.dtype.itemsize + 4 * is_scaled)
     return GraphMemory(largest, held_bytes)
