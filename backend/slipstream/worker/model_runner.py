@@ -336,13 +336,12 @@ class ModelRunner:
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.
 
-        On a GPU: prompts of the largest step, of medium and of short length (their attention kernels differ), draws of
-        every kind, then every decode size. On a CPU: one token. NaN weights are refused here, by the logits of
-        the first row; dummy weights are not checked.
+        On a GPU: steps of warm_up_sizes, draws of every kind, then every decode size. On a CPU: one token. NaN weights
+        are refused here, by the logits of the first row; dummy weights are not checked.
         """
         checks_weights = config.model.load_format != "dummy"
         is_gpu = self._device.type == "cuda"
-        for num_tokens in (self._max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32) if is_gpu else (1,):
+        for num_tokens in warm_up_sizes(self._max_num_tokens) if is_gpu else (1,):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
             if hidden is None:
@@ -369,6 +368,13 @@ class ModelRunner:
             if hidden is not None:
                 found.append(self._verifier.warm_up(batch, hidden))
         return found
+
+
+def warm_up_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Tokens of the steps that a start on a GPU runs: prompts of the largest step, of medium and of short length, whose
+    attention kernels differ, and one token, which layers of quantised weights read as it is: without graphs nothing
+    else would compile the kernels of such steps."""
+    return max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32, 1
 
 
 def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:
