@@ -24,7 +24,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.validate import validate
 from slipstream.nn.linear import Linear
 from slipstream_kernels import ops
-from tiny_model import make_tiny_windowed
+from tiny_checkpoints import make_checkpoint
+from tiny_model import make_tiny_windowed, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,14 @@ def test_windowed_layers_and_biases(tmp_path: Path) -> None:
     reference = make_engine(merged(tmp_path / "merged", checkpoint, adapter))
     prompt = PROMPT * 3
     assert answers(serving(checkpoint, {"one": adapter}), [("one", prompt)]) == answers(reference, [("", prompt)])
+
+
+def test_an_mlp_gated_by_gelu(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("gemma2", tmp_path / "gemma2").path
+    save_tokenizer(checkpoint)
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, 4, modules=("gate_proj", "down_proj"))
+    reference = make_engine(merged(tmp_path / "merged", checkpoint, adapter))
+    assert answers(serving(checkpoint, {"one": adapter}), [("one", PROMPT)]) == answers(reference, [("", PROMPT)])
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "wint8", "wint4"])
