@@ -100,14 +100,14 @@ def dense_choice(kind: WeightKind, num_rows: int, dtype: torch.dtype, *, gated: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [(4096, 4096, 32), (2048, 10944, 64), (2048, 10944, 10944), (24, 4096, 128)], ids=str)
-def test_more_than_64_rows_beside_canonical_4_bits_go_to_the_library(
+def test_more_than_32_rows_beside_canonical_4_bits_go_to_the_library(
     size: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     kind = kind_of("int4", torch.uint8, size)
     for gated in (False, True):
-        chosen = {rows: dense_choice(kind, rows, dtype, gated=gated) for rows in (1, 64, 65, 160, 1 << 16)}
-        assert [rows for rows, kernel in chosen.items() if kernel == "int4_mm"] == [1, 64]
-        assert {chosen[rows] for rows in (65, 160, 1 << 16)} == {"int4_canonical_dequantise+library"}
+        chosen = {rows: dense_choice(kind, rows, dtype, gated=gated) for rows in (1, 32, 33, 160, 1 << 16)}
+        assert [rows for rows, kernel in chosen.items() if kernel == "int4_mm"] == [1, 32]
+        assert {chosen[rows] for rows in (33, 160, 1 << 16)} == {"int4_canonical_dequantise+library"}
     assert dense_choice(kind, 4096, torch.float32) == "int4_mm", "which multiplies in fp32"
     fixed = kind._replace(deterministic=True)
     assert dense_choice(fixed, 4096, dtype) == "invariant_mm"
@@ -122,8 +122,8 @@ def experts_choice(kind: WeightKind, num_rows: int, dtype: torch.dtype) -> str:
 
 
 EXPERTS_IN_4_BITS = [
-    ("grouped_w4a16", torch.int32, 128, 160, "grouped_w4a16_gemm", "dequantise_w4a16_16bit+grouped_mm"),
-    ("int4", torch.uint8, 32, 65, "grouped_int4_mm", "dequantise_int4_16bit+grouped_mm"),
+    ("grouped_w4a16", torch.int32, 128, 256, "grouped_w4a16_gemm", "dequantise_w4a16_16bit+grouped_mm"),
+    ("int4", torch.uint8, 32, 96, "grouped_int4_mm", "dequantise_int4_16bit+grouped_mm"),
 ]
 
 

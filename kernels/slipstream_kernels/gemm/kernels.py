@@ -146,7 +146,8 @@ def _library_refusal(product: Product) -> str | None:
 
 def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     if isinstance(x, Tensor):
-        return F.linear(x, weight.tensor, weight.bias)
+        y: Tensor = load_module("library", "gemm.linear").linear(x, weight.tensor, weight.bias)
+        return y
     assert isinstance(x, Fp8Rows) and weight.scales is not None
     y: Tensor = load_module("library", "gemm.scaled_mm").scaled_mm(
         x, weight.tensor, weight.scales, weight.bias, weight.counters

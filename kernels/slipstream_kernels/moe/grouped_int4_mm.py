@@ -33,7 +33,7 @@ def grouped_int4_mm(
     quantises 16-bit rows as ops.quantize_fp8 does.
     Accuracy: as ops.int4_mm; 4-bit values of a repacked weight are multiplied exactly, zero points and scales are
     applied to the sums of a group in fp32.  Except: from an average of 128 FP8 rows an expert on (512 if the weight is
-    repacked for FP8 rows), (q - zero point) * scale is rounded to e4m3; from 160 16-bit rows on (65 if the weight is
+    repacked for FP8 rows), (q - zero point) * scale is rounded to e4m3; from 256 16-bit rows on (96 if the weight is
     canonical) to their type.
     backend: "cuda" is what a repacked weight is multiplied by.
     """

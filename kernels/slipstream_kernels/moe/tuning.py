@@ -60,8 +60,8 @@ H200 = Tuning(
         ("fp8_block", FP8_ROWS): _GROUPED_FP8,
         ("int8", PLAIN_ROWS): _GROUPED,
         ("int8", INT8_ROWS): _GROUPED_FP8,
-        # an estimate, not timed: the kernel's tiles have 64 rows at most
-        ("int4", PLAIN_ROWS): (Use("dequantise_int4_16bit+grouped_mm", least_rows=65), *_GROUPED_INT4),
+        # 8 of 28672 x 4096 on an H100: 1533 us and 1101 of the kernel at 64 rows an expert, 1731 and 3034 at 160
+        ("int4", PLAIN_ROWS): (Use("dequantise_int4_16bit+grouped_mm", least_rows=96), *_GROUPED_INT4),
         ("int4", FP8_ROWS): _GROUPED_INT4_FP8,
         ("mxfp4", PLAIN_ROWS): (
             # 128 rows an expert, 32 of 5760 x 2880: 937 us and 1246 of the kernel of few rows, whose time is by rows
@@ -70,9 +70,9 @@ H200 = Tuning(
             *_GROUPED_INT4,
         ),
         ("grouped_w4a16", PLAIN_ROWS): (
-            # An estimate, not timed: 8 of 28672 x 4096 take 1,941 us by the kernel of few rows at 256 rows an expert,
-            # and its time is by rows; bf16 takes 540 at 128 rows, and writing the experts out some 700.
-            Use("dequantise_w4a16_16bit+grouped_mm", least_rows=160),
+            # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160 rows
+            # an expert, 2336 and 3499 at 512; 128 of 1536 x 2048: 921 and 655, 1124 and 1931
+            Use("dequantise_w4a16_16bit+grouped_mm", least_rows=256),
             Use("grouped_w4a16_gemm"),
         ),
         ("grouped_w4a16", FP8_ROWS): (
