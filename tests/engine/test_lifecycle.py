@@ -151,6 +151,8 @@ def test_admission_limit(tiny_llama: Path) -> None:
     told: dict[Request, Told] = {}
     run_steps(engine, told)
     assert engine.scheduler.cache.num_used_blocks == 0
+    with pytest.raises(RequestError, match="got 6, accepted: at most 5, max_num_seqs and max_waiting_requests"):
+        engine.submit(_request(9, replace(LONG, n=6)))  # the same request cannot succeed later
 
 
 def test_requests_that_can_never_run(tiny_llama: Path) -> None:

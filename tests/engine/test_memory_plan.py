@@ -49,6 +49,12 @@ def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
     assert plan.weight_bytes == 2 * large.num_parameters
 
 
+def test_a_workspace_without_room_is_not_the_context_s_fault(spec: DecoderSpec) -> None:
+    config = replace(_config(), scheduler=replace(EngineConfig().scheduler, max_num_batched_tokens=10_000_000))
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=10000000: .*max_num_seqs.*GiB workspace.*fewer"):
+        plan_memory(deep(spec), config, GPU, 8 * GIB)
+
+
 @pytest.mark.parametrize(
     ("quantization", "num_experts", "bytes_per_weight"),
     [("wint4", 0, 2), ("wint4", 4, 2), ("w4a8_fp8", 0, 0), ("w4a8_fp8", 4, 1), ("a8w8_fp8_wint4", 4, 1), ("fp8", 4, 0),

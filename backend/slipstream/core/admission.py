@@ -44,9 +44,15 @@ def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager,
 
 
 def check_capacity(scheduler: Scheduler, num_arriving: int, num_sequences: int) -> None:
-    """Raises CapacityError above the admission limit. num_arriving: sequences that the scheduler has not got yet."""
+    """Raises CapacityError above the admission limit, RequestError if an idle model could not take the request.
+
+    num_arriving: sequences that the scheduler has not got yet."""
     limits, num_waiting = scheduler.config, scheduler.num_waiting + num_arriving
-    num_free = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
+    most_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if num_sequences > most_running + limits.max_waiting_requests:
+        accepted = f"at most {most_running + limits.max_waiting_requests}, max_num_seqs and max_waiting_requests"
+        raise RequestError("n", f"got {num_sequences}, accepted: {accepted} together")
+    num_free = max(0, most_running - scheduler.num_running)
     if num_waiting + num_sequences > limits.max_waiting_requests + num_free:
         raise CapacityError(
             f"{scheduler.num_running} requests are running and {num_waiting} waiting; "

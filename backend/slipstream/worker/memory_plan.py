@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.core.config import CacheConfig, EngineConfig
+from slipstream.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
@@ -280,7 +280,7 @@ def _plan_stage(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     )
     if not is_null:
         _check_memory_bytes(plan, config.cache)
-    _check(plan, config.cache, budget, blocks_per_sequence)
+    _check(plan, config.cache, budget, blocks_per_sequence, config.scheduler.max_num_batched_tokens)
     return plan
 
 
@@ -337,9 +337,13 @@ def _check_memory_bytes(plan: MemoryPlan, cache: CacheConfig) -> None:
         )
 
 
-def _check(plan: MemoryPlan, cache: CacheConfig, budget: int, blocks_per_sequence: int) -> None:
+def _check(plan: MemoryPlan, cache: CacheConfig, budget: int, blocks_per_sequence: int, most_tokens: int) -> None:
     if plan.num_blocks < blocks_per_sequence:
         field, value = ("num_blocks", cache.num_blocks) if cache.num_blocks else _memory_field(cache, plan)
+        is_large = most_tokens > SchedulerConfig.max_num_batched_tokens and plan.workspace_bytes > plan.free_bytes
+        if is_large and field == "max_model_len" and plan.weight_bytes < plan.free_bytes:
+            reason = "a step of so many tokens, and of max_num_seqs requests, has no room"
+            raise ConfigError("max_num_batched_tokens", most_tokens, f"{reason} ({_bytes_sum(plan)}); accepted: fewer")
         arithmetic = (
             f"a KV pool of {plan.num_blocks} blocks x {plan.block_size} tokens cannot hold one sequence of "
             f"max_model_len={plan.max_model_len} tokens, which needs {blocks_per_sequence} blocks"

@@ -70,8 +70,8 @@ H200 = Tuning(
             *_GROUPED_INT4,
         ),
         ("grouped_w4a16", PLAIN_ROWS): (
-            # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160 rows
-            # an expert, 2336 and 3499 at 512; 128 of 1536 x 2048: 921 and 655, 1124 and 1931
+            # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160
+            # rows an expert, 2336 and 3499 at 512; 128 of 1536 x 2048: 921 and 655, 1124 and 1931
             Use("dequantise_w4a16_16bit+grouped_mm", least_rows=256),
             Use("grouped_w4a16_gemm"),
         ),
