@@ -19,6 +19,8 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import Completion
+from slipstream.worker.interface import StepInput
+from speculation_config import speculation_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 COUNTED = (Metric.FINISHED_LENGTH, Metric.PROMPT_TOKENS)
@@ -213,3 +215,26 @@ def test_more_beams_than_the_model_or_its_cache_allow_are_refused(tiny_llama: Pa
     )
     with LLM.from_config(without) as llm, pytest.raises(RequestError, match="enable_prefix_caching is off"):
         llm.generate([[5, 6]], BEAMS)
+
+
+@pytest.mark.parametrize("fails_at", [4, 6, 8])
+def test_a_search_does_not_end_with_a_step_s_token(fails_at: int, tiny_llama: Path) -> None:
+    """When the engine dies between the read of a step and the search that it belongs to."""
+    drafts = speculation_config("ngram", throttle="off")
+    engine = make_engine(tiny_llama, None, None, {"overlap_scheduling": "on"}, drafts)
+    execute, calls = engine.worker.execute, iter(range(1, 100))
+
+    def fail(step: StepInput) -> None:
+        if next(calls) == fails_at:
+            raise RuntimeError("no device")
+        execute(step)
+
+    engine.worker.execute = fail  # type: ignore[method-assign]
+    engine.submit(Request([5, 6, 7] * 3, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), handle=1))
+    engine.submit(Request([9, 10, 11, 12], SamplingParams(max_tokens=8, beam_width=2), handle=2))
+    ends: list[StepOutput] = []
+    while engine.has_work:
+        ends += [output for output in engine.step() if output.finish_reason is not None]
+    assert engine.error is not None and {output.request.handle for output in ends} == {1, 2}
+    assert {output.finish_reason for output in ends} == {FinishReason.ERROR}
+    assert not any(output.new_token_ids for output in ends)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import GREEDY, make_engine, run_all
+from prompted_heads import Prompter
 from slipstream.core.errors import ConfigError
 from slipstream.core.stats import METRICS, Metric
 from slipstream.engine.engine import Engine
+from tiny_heads import speculation
 from tiny_model import make_tiny_llama
 
 Texts = list[list[int]]
@@ -103,3 +107,27 @@ def test_metrics(tiny_llama: Path, prompts: Texts) -> None:
 def test_what_cannot_be_is_refused(tiny_llama: Path, cache: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"kv_cache_host_memory_bytes.*{reason}"):
         _small(tiny_llama, "cpu", **cache)
+
+
+def test_what_goes_to_the_host_is_not_written_before(tiny_llama: Path, prompts: Texts, tmp_path: Path) -> None:
+    """Blocks for drafts are taken from cached ones behind a step's copies, and a verification launched ahead writes
+    into them: what it has overwritten must not be kept as the old text."""
+    params, dice = replace(GREEDY, max_tokens=250), random.Random(5)
+    texts = [[dice.randrange(3, 260) for _ in range(dice.randrange(20, 90))] for _ in range(6)]
+    said = [told.token_ids for told in run_all(make_engine(tiny_llama), texts, params)]
+    engine = make_engine(
+        tiny_llama,
+        {"max_model_len": 400},
+        {"num_blocks": 30, "block_size": 16, **HOST},
+        {"overlap_scheduling": "on", "max_num_seqs": 1},
+        speculation("mtp", tiny_llama, tmp_path / "mtp"),
+    )
+    Prompter({handle: text + output for handle, (text, output) in enumerate(zip(texts, said))}).attend(engine)
+    assert [told.token_ids for told in run_all(engine, texts, params)] == said
+    following = [text + output[:230] for text, output in zip(texts, said)]
+    expected = run_all(make_engine(tiny_llama), following, replace(GREEDY, max_tokens=20, logprobs=0))
+    for text, wanted in zip(following, expected):
+        [told] = run_all(engine, [text], replace(GREEDY, max_tokens=20, logprobs=0, num_draft_tokens=0))
+        assert told.logprobs[0].logprob == pytest.approx(wanted.logprobs[0].logprob, abs=1e-4)
+        assert told.token_ids == wanted.token_ids
+    assert engine.scheduler.cache.host is not None and engine.scheduler.cache.host.num_loaded > 0

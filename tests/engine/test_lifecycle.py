@@ -300,3 +300,28 @@ def test_numbers_reach_the_metrics(tiny_llama: Path, prompts: list[list[int]]) -
     assert seen[Metric.KV_BLOCKS_LEAKED][-1] == 0 and seen[Metric.KV_BLOCKS_TOTAL][-1] == 512
     assert len(seen[Metric.STEP_TIME]) >= 24 and all(0 < seconds < 60 for seconds in seen[Metric.STEP_TIME])
     assert seen[Metric.REQUESTS_RUNNING][-1] == 0
+
+
+def test_an_urgent_request_does_not_wait_for_the_prefix_of_a_less_urgent_one(tiny_llama: Path) -> None:
+    """Which gets no tokens while there are others of the first one's priority."""
+    engine = make_engine(tiny_llama, {"max_model_len": 400}, {"num_blocks": 400}, {"max_num_batched_tokens": 40})
+    text = [(7 * place) % 200 + 5 for place in range(300)]
+    engine.submit(Request(list(text), GREEDY, priority=10))
+    run_steps(engine, {}, 2)
+    [urgent] = engine.submit(Request(text[:200], replace(GREEDY, max_tokens=1)))
+    for step in range(20):
+        others = [(11 * place + 13 * step) % 200 + 5 for place in range(40)]
+        engine.submit(Request(others, replace(GREEDY, max_tokens=1)))
+        engine.step()
+    assert urgent.is_finished
+
+
+def test_lengths_of_sequences_that_a_stop_string_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Metric] = []
+    monkeypatch.setattr(engine.stats, "observe", lambda metric, value: seen.append(metric))
+    [request] = engine.submit(_request(1))
+    run_steps(engine, {}, 4)
+    engine.finish(request, stop="x")
+    run_steps(engine, {})
+    for metric in (Metric.PREFILL_TIME, Metric.DECODE_TIME, Metric.REQUEST_PROMPT_TOKENS, Metric.E2E_TIME):
+        assert seen.count(metric) == (1 if metric is not Metric.E2E_TIME or request.times.arrival_ns else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from slipstream.core.adapters import SentAdapter
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
+from slipstream.core.kv_cache import salted_key
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
 from slipstream.engine.validate import validate
@@ -347,3 +349,40 @@ def test_validate_says_which_adapters_would_be_served(
         (folder / "1" / "multi_lora.json").write_bytes(bad)
         with pytest.raises(ConfigError, match=r"lora_modules=.*multi_lora.json"):
             validate(folder)
+
+
+def test_no_salt_is_an_adapter_s_key(tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
+    """Else a client could put keys of the base model where the requests of an adapter look for theirs."""
+    engine, expected = serving(tiny_llama, adapters), answers(serving(tiny_llama, adapters), [("all", PROMPT)])
+    [adapter] = [one for one in engine.adapters._by_name.values() if one.name == "all"]
+    salted = Request(list(PROMPT), GREEDY, prefix_key=salted_key(adapter.prefix_key.decode()))
+    engine.submit(salted)
+    run_steps(engine, {})
+    assert answers(engine, [("all", PROMPT)]) == expected and len(salted.prefix_key) == len(salted_key("x"))
+
+
+def test_an_adapter_of_a_last_step_makes_room(tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
+    """The step that loaded it is the last one, and the engine idles: nobody has the adapter any more."""
+    weights, config = as_sent(adapters["all"])
+    sizes = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
+    engine = make_engine(tiny_llama, {**sizes, "lora_cache_bytes": 100_000_000})
+    [request] = engine.submit(Request(list(PROMPT), GREEDY, sent_adapter=sent(1, weights, config)))
+    assert request.adapter is not None
+    engine = make_engine(tiny_llama, {**sizes, "lora_cache_bytes": int(1.5 * request.adapter.num_bytes)})
+    for number in (1, 2, 3):
+        one = replace(GREEDY, max_tokens=1)
+        engine.submit(Request(list(PROMPT), one, sent_adapter=sent(number, weights, config)))
+        run_steps(engine, {})
+        gc.collect()
+
+
+def test_many_who_wait_for_a_slot_keep_nobody_else(tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
+    engine = serving(tiny_llama, adapters, max_loras=1)
+    first, second = list(adapters)[:2]
+    [holder] = engine.submit(Request(list(PROMPT), replace(GREEDY, max_tokens=60), adapter_name=first))
+    run_steps(engine, {}, 2)
+    for number in range(70):
+        engine.submit(Request([5 + number, 7, 8], GREEDY, adapter_name=second))
+    [plain] = engine.submit(Request([40, 41, 42], replace(GREEDY, max_tokens=2)))
+    run_steps(engine, {}, 6)
+    assert plain.is_finished and not holder.is_finished

@@ -364,7 +364,7 @@ def test_a_cache_salt_parts_cached_prefixes_and_has_an_end() -> None:
     assert parse(PROMPT).request.prefix_key == b"" == parse(PROMPT, tensor("cache_salt", "")).request.prefix_key
     salted = [parse(PROMPT, tensor("cache_salt", "é" * 128)), parse(PROMPT, parameters={"cache_salt": "é" * 128})]
     salted.append(parse(PROMPT, sampling(cache_salt="é" * 128)))
-    assert {client.request.prefix_key for client in salted} == {"é".encode() * 128}
+    assert len({client.request.prefix_key for client in salted} - {"é".encode() * 128}) == 1, "a key, not the salt"
     with pytest.raises(RequestError, match="cache_salt: got 258 bytes, accepted: at most 256"):
         parse(PROMPT, tensor("cache_salt", "é" * 129))
 

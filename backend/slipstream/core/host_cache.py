@@ -72,6 +72,10 @@ class HostCache:
         self._copies.loads.append((device_block, host_block))
         self.num_loaded += 1
 
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._copies)
+
     def take_copies(self) -> BlockCopies:
         """The copies queued since the last call; the caller makes them before anything else touches the blocks."""
         copies, self._copies = self._copies, BlockCopies()

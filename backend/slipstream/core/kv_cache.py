@@ -26,6 +26,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=_HASH_BYTES).digest()
 
 
+def salted_key(salt: str) -> bytes:
+    """What begins the prefix_key of a client's request: of one length, so that no salt spells what comes behind it."""
+    return hashlib.blake2b(salt.encode(), person=b"slipstream salt", digest_size=_HASH_BYTES).digest() if salt else b""
+
+
 def hash_root(prefix_key: bytes) -> bytes:
     """The parent hash of a first block. prefix_key: see Request."""
     return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
@@ -130,10 +135,12 @@ class KVCacheManager:
         return found if self.groups.num_groups == 1 else self._found_in_all(found)
 
     def is_prefix_underway(self, request: Request, num_found: int) -> bool:
-        """Whether a running request is computing the first block missing here; waiting avoids computing it twice."""
+        """Whether a running request is computing the first block missing here; waiting avoids computing it twice. Not
+        if that request comes later in order: it may get no tokens for as long as there are others."""
         if not self._may_match(request) or num_found >= (request.num_tokens - 1) // self.block_size:
             return False
-        return request.block_hashes[num_found] in self._computing
+        other = self._computing.get(request.block_hashes[num_found])
+        return other is not None and other.sort_key <= request.sort_key
 
     def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:
         """Whether blocks for all current tokens can be allocated after sharing `prefix`, with num_spare_blocks left."""
@@ -162,6 +169,11 @@ class KVCacheManager:
     def match_prefix(self, request: Request) -> int:
         """Share the request's longest cached prefix; returns its number of tokens (<= num_tokens - 1)."""
         return self._share(request, self.find_prefix(request))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether `take_copies` has any: until they are made, no block may be written that is allocated from now on."""
+        return self.host is not None and self.host.has_copies
 
     def take_copies(self) -> BlockCopies:
         """The copies between device and host to make before the step being scheduled computes."""

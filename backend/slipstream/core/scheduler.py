@@ -24,7 +24,7 @@ from slipstream.core.decode_run import DecodeRun
 from slipstream.core.errors import ConfigError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
-from slipstream.core.latencies import note_end, note_start, note_times
+from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
@@ -130,13 +130,13 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None, error: str = ""
     ) -> StepOutput | None:
-        """End a request from outside (cancel, stop string, error) and free its blocks.
-
-        Returns its last output, or None if it has already ended.
-        """
+        """End a request from outside (cancel, stop string, error) and free its blocks. Returns its last output, or None
+        if it has already ended."""
         if request.is_finished:
             return None
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
+        if reason is FinishReason.STOP and request.search is None:
+            note_lengths(self.stats, request)
         self._leave(request)
         return StepOutput(request, [], reason, error=error)
 
@@ -246,7 +246,7 @@ class Scheduler:
             waits = request.is_blocked or (request.adapter is not None and self.adapters.must_wait(request.adapter))
             prefix = [] if waits else self.cache.find_prefix(request)
             if waits or self.cache.is_prefix_underway(request, len(prefix)):
-                index, num_skipped = index + 1, num_skipped + (not request.is_held)
+                index, num_skipped = index + 1, num_skipped + (not waits)
                 continue
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
                 break

@@ -278,6 +278,8 @@ class Engine:
         step = in_flight.step
         if not self._num_ahead or in_flight.indices is not None or self._inbox or self.scheduler.may_admit:
             return None
+        if self.scheduler.cache.has_copies:  # of blocks that drafts have been given, and that it would write first
+            return None
         method = self._drafting.method_ahead(step, in_flight.draft_methods)
         if not method:
             return None
@@ -383,6 +385,8 @@ class Engine:
             self._inbox.clear()
         # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
+        searching = [output.request for output in outputs if output.request.search is not None]  # a step is no answer
+        outputs[:] = [output for output in outputs if output.request.search is None]
         self._in_flight.clear()
         self._ahead = None
-        end_all([*in_step, *step.requests, *self.scheduler.live_requests, *arriving], error, outputs)
+        end_all([*in_step, *step.requests, *self.scheduler.live_requests, *searching, *arriving], error, outputs)

@@ -67,7 +67,7 @@ class AheadStep:
 
     def match(self, step: ScheduledStep) -> InFlightStep | None:
         """The launched step for this scheduled one, or None if they differ."""
-        if step.preempted or step.copies:
+        if step.preempted or step.copies or step.layered is not None:
             return None
         launched = self.in_flight.step
         expected = {request.sequence_id: index for index, request in enumerate(launched.requests)}

@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import LIST_LORA, OF_LORA, Control
 from slipstream.core.errors import RequestError
+from slipstream.core.kv_cache import salted_key
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
 from slipstream.core.setting_values import read_text, read_texts, refuse
@@ -105,7 +106,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         deadline=read_deadline(raw, settings),
         handle=raw.handle,
         request_id=request_id,
-        prefix_key=settings.get("cache_salt", "").encode("utf-8"),  # begins the chain of block hashes (kv_cache.py)
+        prefix_key=salted_key(settings.get("cache_salt", "")),
         adapter_name=settings.get("lora_name", ""),
         sent_adapter=read_sent_adapter(settings),
         prompt_table=settings.get("prompt_table"),

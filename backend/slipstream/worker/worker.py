@@ -231,4 +231,6 @@ class ModelWorker:
     def _launch_heads(self, running: RunningStep, sample: LaunchedSample) -> None:
         step, rows = running.step, lambda: self.runner.computed_rows(running, sample)
         heads = self.speculator.run_heads(step.draft_methods, step.kv_update_methods, rows)
+        if step.adapters:  # they are loaded, and whoever counts them must see that nobody has them any more
+            running = replace(running, step=replace(step, adapters=[]))
         self._launched[step.step_id] = _Launched(running, sample, heads)
