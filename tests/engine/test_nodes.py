@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.core.request import FinishReason, Request
 from slipstream.engine import remote_ranks
 from slipstream.engine.engine import Engine
+from slipstream.engine.node_rank import Control
 from slipstream.engine.rank_link import Link, LinkError, connect, read_secret
 from slipstream.engine.remote_ranks import Listener
 from slipstream.engine.validate import validate
@@ -82,6 +84,46 @@ def test_a_rank_of_another_node(node: Node, tiny_llama: Path, prompts: list[list
             rank.kill()  # a stopped process cannot end by itself
         wait_until(lambda rank=rank: not is_alive(rank), "the rank to end without its engine")  # type: ignore[misc]
         node.proxy.resume()
+
+
+def test_a_load_that_fails_ends_the_ranks_of_another_node(node: Node, tiny_llama: Path) -> None:
+    """And says why it failed here."""
+    found: list[psutil.Process] = []
+
+    def fail(*arguments: object) -> NoReturn:
+        found.append(node.rank())
+        raise RuntimeError("no memory for the first rank")
+
+    with pytest.raises(RuntimeError, match="no memory for the first rank"):
+        make_engine(tiny_llama, parallel=parallel(node), make_worker=fail)
+    wait_until(lambda: not is_alive(found[0]), "the rank to end with the load")
+
+
+def test_a_rank_learns_at_once_that_its_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its main thread waits for, and not when it asks the next time, here in a quarter of an hour."""
+    ended = threading.Event()
+
+    class Ended(Exception):
+        pass
+
+    def end(status: int) -> NoReturn:
+        ended.set()
+        raise Ended
+
+    def watch_until_end() -> None:
+        with suppress(Ended):
+            Control(other, 3600.0).watch()
+
+    monkeypatch.setattr("slipstream.engine.node_rank.os._exit", end)
+    one, other, near, _ = pair()
+    watch = threading.Thread(target=watch_until_end, daemon=True)
+    watch.start()
+    assert json.loads(one.receive(PATIENCE_S)) == ["ping"]
+    one.send(b"null")
+    assert not ended.wait(0.2)
+    near.shutdown(socket.SHUT_RDWR)
+    assert ended.wait(PATIENCE_S)
+    watch.join(PATIENCE_S)
 
 
 def test_a_node_that_does_not_come(tiny_llama: Path, tmp_path: Path) -> None:

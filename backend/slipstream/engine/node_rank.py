@@ -94,7 +94,7 @@ class Control:
         try:
             while True:
                 self.ask("ping")
-                time.sleep(self._timeout_s / _QUESTIONS_PER_TIMEOUT)
+                self._link.has_data(self._timeout_s / _QUESTIONS_PER_TIMEOUT)  # or its end, which is found at once
         except (EOFError, OSError, LinkError, ValueError) as error:
             logger.error("the engine is gone: %s", error or "the connection has ended")
             sys.stderr.flush()

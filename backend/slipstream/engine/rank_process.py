@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
@@ -17,6 +18,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.start_up import StartUp
 from slipstream.engine.main import configure_logging
+from slipstream.engine.rank_processes import BROKEN, FAILED
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.first_launch import begin_first_launch
 from slipstream.worker.interface import Worker
@@ -80,7 +82,7 @@ def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> in
     except Exception as error:
         if not isinstance(error, SlipstreamError):
             logger.exception("rank %d cannot load", setup.hardware.parallel.number)
-        connection.send(("failed", str(error)))
+        connection.send((BROKEN if _is_of_a_call(error) else FAILED, str(error)))
         return 1
     try:
         serve(connection, worker)
@@ -88,6 +90,12 @@ def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> in
         logger.exception("rank %d failed", setup.hardware.parallel.number)
         return 1
     return 0
+
+
+def _is_of_a_call(error: Exception) -> bool:
+    """Whether a call between ranks has failed, as it does on all of them when one has ended."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(dist.__name__)
 
 
 def main() -> NoReturn:

@@ -12,18 +12,36 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import EngineError
 
 MOST_AHEAD = 8  # ranks of a machine that are started before it is known whether it has a device for each
 _WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 5.0  # for all together
+FAILED, BROKEN = "failed", "broken"  # what a rank says that cannot load: by itself, or because a call to others failed
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_main import main; main()"
+
+
+class RankConnection(Protocol):
+    """What the messages of a rank are read from."""
+
+    number: int
+
+    def poll(self, timeout_s: float) -> tuple[str, Any] | None: ...
+
+
+class RankFailure(EngineError):
+    """What another rank says of its load, which has failed. is_own: not just because another rank's has."""
+
+    def __init__(self, number: int, reason: str, is_own: bool) -> None:
+        super().__init__(f"rank {number}: {reason}")
+        self.number, self.is_own = number, is_own
 
 
 class RankProcess:
@@ -54,16 +72,15 @@ class RankProcess:
         self.connection.send_bytes(message)
 
     def receive(self, kind: str, timeout_s: float | None = None) -> Any:
-        """The value of the next message. Raises EngineError if it is none of this kind."""
+        """The value of the next message. Raises RankFailure if the rank cannot load, EngineError if it is silent or has
+        ended."""
         try:
             if not self.connection.poll(timeout_s):
                 raise EngineError(f"rank {self.number} has said nothing for {timeout_s:g} s")
-            found, value = self.connection.recv()
+            message = self.connection.recv()
         except (EOFError, OSError):
-            found, value = "failed", "its process has ended; the server's log may say why"
-        if found != kind:
-            raise EngineError(f"rank {self.number}: {value}")
-        return value
+            raise EngineError(f"rank {self.number}: its process has ended; the server's log may say why") from None
+        return value_of(self.number, message, kind)
 
     def poll(self, timeout_s: float) -> tuple[str, Any] | None:
         """The next message, None if there is none, or the process ended without one."""
@@ -91,13 +108,17 @@ class RankProcess:
         """Any thread."""
         self._process.kill()
 
-    def close(self) -> None:
-        """End the process. One that has a part does so by itself when the connection ends; others may be importing."""
+    def hang_up(self) -> None:
+        """Have the process end. One that has a part does so by itself when the connection ends; others may be
+        importing."""
         if not self._has_part:
             self.kill()
         self.connection.close()
+
+    def wait(self, limit: float) -> None:
+        """For its end, which is forced at `limit`, of time.monotonic()."""
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(max(0.0, limit - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -139,7 +160,10 @@ class RankProcesses:
         """End them. Any number of times."""
         self._look = lambda: False
         for rank in self.ranks:
-            rank.close()
+            rank.hang_up()
+        limit = time.monotonic() + _END_TIMEOUT_S
+        for rank in self.ranks:
+            rank.wait(limit)
         self.ranks = []
         self._closed.set()  # last: the kernel kills those that still run when their thread ends
         self._watched.set()
@@ -168,6 +192,22 @@ class RankProcesses:
             is_watching = self._look()
         for end in ends:
             os.close(end)
+
+
+def value_of(number: int, message: tuple[str, Any], kind: str) -> Any:
+    """The value of a rank's message of this kind. Raises RankFailure, also for another kind."""
+    found, value = message
+    if found != kind:
+        raise RankFailure(number, str(value), is_own=found == FAILED)
+    return value
+
+
+def failure_of(rank: RankConnection) -> RankFailure | None:
+    """What the rank has said of a failure. All that it said before is dropped. Any one thread."""
+    while (found := rank.poll(0.0)) is not None:
+        if found[0] in (FAILED, BROKEN):
+            return RankFailure(rank.number, str(found[1]), is_own=found[0] == FAILED)
+    return None
 
 
 def _end_of(pid: int) -> int | None:

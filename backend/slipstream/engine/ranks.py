@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig, ParallelConfig
-from slipstream.core.errors import ConfigError, EngineError, RankLostError
+from slipstream.core.errors import ConfigError, RankLostError
 from slipstream.engine.rank_process import RankSetup
-from slipstream.engine.rank_processes import RankProcess, RankProcesses
+from slipstream.engine.rank_processes import RankFailure, RankProcess, RankProcesses, failure_of
 from slipstream.engine.remote_ranks import Joined, Listener, RemoteRank
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import (
@@ -43,7 +43,8 @@ from slipstream.worker.sample.structured_output import GrammarMasks
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0  # until a process has imported what it needs
-_FIND_S = 1.0  # after a failure, to find out whether a lost rank is behind it
+_FIND_S = 1.0  # after a failure, to find out whether another rank is behind it
+_LOOK_S = 0.02
 FIRST_STAGE_CALLS = ("sample", "result", "draft")  # other stages have no part in what follows the forward pass
 
 
@@ -63,6 +64,8 @@ class Ranks:
         self._is_closing = False
         self._busy_since = 0.0  # time.monotonic() of a call that runs
         self.lost: RankLostError | None = None
+        self._lost_number = 0
+        self._failures: dict[int, RankFailure] = {}  # that ranks have told while they load, by their numbers
         self.on_loss: Callable[[RankLostError], None] = lambda error: None
         self.free_bytes = 0
         self._made: Worker | None = None  # this rank's
@@ -79,7 +82,7 @@ class Ranks:
             try:
                 self._meet(RankSetup(config, spec, hardware), joined)
             except Exception as error:
-                raise self._load_failure(error, "memory") from error
+                raise self._cause_of(error) from error
 
     def load(self, plan: MemoryPlan, make: Callable[[Hardware], Worker]) -> Worker:
         """The worker that `make` makes here, while the other ranks make theirs. Raises EngineError if one cannot."""
@@ -91,7 +94,7 @@ class Ranks:
             for rank in self._others:
                 rank.receive("ready")
         except Exception as error:
-            raise self._load_failure(error, "ready") from error
+            raise self._cause_of(error) from error
         if self._hardware.parallel.num_nodes > 1 and self._hardware.device.type == "cpu":
             limit_calls(self._timeout_s)
         return LeadingWorker(worker, self)
@@ -117,20 +120,21 @@ class Ranks:
         limit = time.monotonic() + _FIND_S
         while self._others and self.lost is None and time.monotonic() < limit:
             self._look()
-            time.sleep(0.02)
+            time.sleep(_LOOK_S)
         return self.lost
 
     def close(self, failure: BaseException | None = None) -> None:
         """End the other ranks. The worker is closed already, unless a load has failed: with what."""
+        with self._lock:
+            self._is_closing = True
         if failure is not None:
+            self._kill()  # they may wait for this one, and see no end of their connections
             drop_locals(failure)
             if self._made is not None:
                 self._made.close()
         self._made = None
-        with self._lock:
-            self._is_closing = True
         for rank in self._others:
-            rank.close()
+            rank.hang_up()
         self._processes.close()
         if self._folder is not None:
             leave(self._hardware.device)
@@ -161,17 +165,24 @@ class Ranks:
         found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
         self.free_bytes = min(free_device_memory(own), *found)
 
-    def _load_failure(self, error: Exception, awaited: str) -> Exception:
-        """What has made a load fail. What another rank says of itself comes first, as it breaks this one's collectives;
-        then a loss. awaited: the message that a rank sends which has not failed."""
+    def _cause_of(self, error: Exception) -> Exception:
+        """What has made a load fail. A failure that another rank tells of itself comes first, as it breaks the calls of
+        all ranks; then the loss of one. All are listened to at once."""
         if isinstance(error, ConfigError):
             return error
-        for rank in self._others:
-            while (found := rank.poll(_FIND_S)) is not None and found[0] in ("hello", "memory", awaited):
-                pass
-            if found is not None:
-                return EngineError(f"rank {rank.number}: {found[1]}")
-        return self.loss_behind_failure() or error
+        if isinstance(error, RankFailure):
+            self._failures[error.number] = error
+        limit = time.monotonic() + _FIND_S
+        while True:
+            is_last = self.lost is not None or time.monotonic() > limit
+            self._failures.update((found.number, found) for found in map(failure_of, self._others) if found is not None)
+            own = [failure for failure in self._failures.values() if failure.is_own]
+            if own:
+                return own[0]
+            if is_last:
+                return error if self.lost is None else self._failures.get(self._lost_number, self.lost)
+            self._look()
+            time.sleep(_LOOK_S)
 
     def _other_nodes(self, config: EngineConfig) -> list[Joined]:
         parallel = self._hardware.parallel
@@ -181,12 +192,18 @@ class Ranks:
         finally:
             listener.close()
 
+    def _kill(self) -> None:
+        """All at once. Any thread."""
+        for rank in self._others:
+            rank.kill()
+
     def _look(self) -> bool:
         """Whether ranks are still to be looked after. Any thread."""
         with self._lock:
             if self.lost is not None or self._is_closing:
                 return False
-            reason = next(filter(None, (rank.loss() for rank in self._others)), "")
+            losses = ((rank.number, rank.loss()) for rank in self._others)
+            self._lost_number, reason = next((one for one in losses if one[1]), (0, ""))
             busy_since = self._busy_since
             if not reason and busy_since and time.monotonic() - busy_since > self._timeout_s:
                 reason = f"a step has waited for the other ranks for {self._timeout_s:g} s (rank_timeout_s)"
@@ -194,8 +211,7 @@ class Ranks:
                 return True
             self.lost = RankLostError(f"{reason}: the model starts again")
         logger.error("%s", self.lost)
-        for rank in self._others:
-            rank.kill()
+        self._kill()
         self.on_loss(self.lost)
         return False
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError
 from slipstream.engine.rank_link import HANDSHAKE_TIMEOUT_S, Link, LinkError, accept, read_secret
+from slipstream.engine.rank_processes import value_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ class RemoteRank:
         if found is None:
             reason = self._loss or f"it has said nothing for {timeout_s} s"
             raise EngineError(f"rank {self.number}: {reason}")
-        if found[0] != kind:
-            raise EngineError(f"rank {self.number}: {found[1]}")
-        return found[1]
+        return value_of(self.number, found, kind)
 
     def poll(self, timeout_s: float | None) -> tuple[str, Any] | None:
         """See RankProcess.poll."""
@@ -94,7 +93,8 @@ class RemoteRank:
         for link in (self._steps, self._control):
             link.shut_down()
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """See RankProcess.hang_up."""
         self.kill()
 
     # ---- the rank's own thread
