@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 import pytest
+import stuck_engine
 from engine_driver import make_engine
+from engine_peer import TOKEN, Backend
 from failing_rank import REASON, start_of
+from patience import PATIENCE_S, wait_until
 from processes import children_of
 from slipstream.core.config import ParallelConfig
-from slipstream.core.errors import EngineError
+from slipstream.core.errors import EngineError, RankLostError
 from slipstream.engine import rank_processes, ranks
+from slipstream.engine.engine import Engine
+from slipstream.protocol.wire import ErrorCode, FrameType
 
 FOUR = ParallelConfig(tensor_parallel_size=4)
 
@@ -45,3 +53,79 @@ def test_the_rank_that_failed_first_is_told(tiny_llama: Path, monkeypatch: pytes
     with pytest.raises(EngineError, match=f"rank {number}: {REASON}"):
         make_engine(tiny_llama, parallel=FOUR)
     assert not children_of(os.getpid(), "failing_rank")
+
+
+class StuckEngine:
+    """The process of stuck_engine.py with two ranks, the backend's end of its socket, and what tells that it waits."""
+
+    def __init__(self, backend: Backend, folder: Path, model: Path, place: str) -> None:
+        self.backend, self._waits = backend, folder / "waits"
+        command = [sys.executable, stuck_engine.__file__, str(folder), place]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen([*command, "--socket", backend.path, "--token", TOKEN.hex()], env=environment)
+        backend.accept()
+        parameters = {"model": model, "device": "cpu", "num_blocks": 64, "tensor_parallel_size": 2}
+        backend.configure({**parameters, "enable_sleep_mode": "true"})
+
+    def wait(self) -> None:
+        wait_until(self._waits.exists, "the first rank to wait")
+
+    def kill_rank(self) -> None:
+        self.wait()
+        children_of(self.process.pid, "rank_main")[0].kill()
+
+
+@pytest.fixture
+def stuck(backend: Backend, tmp_path: Path, tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[StuckEngine]:
+    """In a process, whose place is the parameter."""
+    engine = StuckEngine(backend, tmp_path, tiny_llama, request.param)
+    yield engine
+    engine.process.kill()
+    engine.process.wait()
+
+
+@pytest.mark.parametrize("stuck", ["load"], indirect=True)
+def test_a_rank_that_is_lost_while_the_first_waits_for_it_in_a_load(stuck: StuckEngine) -> None:
+    stuck.kill_rank()
+    assert b"rank 1 has ended" in stuck.backend.next(FrameType.LOAD_FAILED)
+    assert stuck.process.wait(PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize("stuck", ["failing rank"], indirect=True)
+def test_a_rank_that_fails_while_the_first_waits_for_it_says_why(stuck: StuckEngine) -> None:
+    assert f"rank 1: {REASON}".encode() in stuck.backend.next(FrameType.LOAD_FAILED)
+    assert stuck.process.wait(PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize("stuck", ["end"], indirect=True)
+def test_a_first_rank_that_fails_and_then_waits_says_why(stuck: StuckEngine) -> None:
+    assert b"no memory for the first rank" in stuck.backend.next(FrameType.LOAD_FAILED)
+    assert stuck.process.wait(PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize("stuck", ["wake"], indirect=True)
+def test_a_rank_that_is_lost_while_the_first_waits_for_it_in_a_wake(stuck: StuckEngine) -> None:
+    """Who has asked for it learns why, and the process ends."""
+    stuck.backend.next(FrameType.READY)
+    for handle, command in enumerate(("sleep", "wake_up"), 1):
+        stuck.backend.request(handle, 1, control=command)
+        if command == "sleep":
+            assert not stuck.backend.responses_of(handle)[-1].error_message
+    stuck.kill_rank()
+    answer = stuck.backend.responses_of(2)[-1]
+    assert answer.error_code == ErrorCode.UNAVAILABLE and "rank 1 has ended" in answer.error_message
+    assert stuck.process.wait(PATIENCE_S) == 1
+
+
+def test_a_rank_that_is_lost_when_all_have_loaded_fails_the_load(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anybody is told of losses."""
+
+    def lose(engine: Engine) -> None:
+        ranks_here()[0].kill()
+        wait_until(lambda: engine.ranks.lost is not None, "the loss to be found")
+
+    monkeypatch.setattr(Engine, "_record_gauges", lose)
+    with pytest.raises(RankLostError, match="rank 1 has ended"):
+        make_engine(tiny_llama, parallel=ParallelConfig(2))

@@ -201,7 +201,7 @@ def test_the_end_of_an_idle_rank_is_found_at_once(tiny_llama: Path, monkeypatch:
     """And not when ranks are looked at the next time: requests that came before would wait and fail."""
     monkeypatch.setattr("slipstream.engine.rank_processes._WATCH_PERIOD_S", 300.0)
     engine, told = make_engine(tiny_llama, parallel=TWO), threading.Event()
-    engine.ranks.on_loss = lambda error: told.set()
+    engine.ranks.tell_losses(lambda error: told.set())
     ranks()[0].kill()
     assert told.wait(PATIENCE_S)
     engine.close()

@@ -38,7 +38,6 @@ from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, e
 from slipstream.engine.inbox import MAX_MESSAGES, Add, Finish, ended_by
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.kv_events import open_kv_events
-from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
@@ -64,13 +63,14 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, make_worker: MakeWorker = local_worker, processes: RankProcesses | None = None
+        self, config: EngineConfig, make_worker: MakeWorker = local_worker, ranks: Ranks | None = None
     ) -> None:
-        """processes: of the other ranks, if they have been started; this ends them if it raises."""
+        """ranks: the other ones, if they have been started; this ends them if it raises."""
         self.start_up = StartUp()
-        self.ranks = Ranks(config.parallel, processes)
+        self.ranks = ranks or Ranks(config.parallel)
         try:
             self._load(config, make_worker)
+            self.ranks.check()
         except BaseException as error:
             self.ranks.close(error)
             raise

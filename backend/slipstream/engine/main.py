@@ -15,8 +15,8 @@ from typing import Protocol
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import parse_config
-from slipstream.core.errors import SlipstreamError
 from slipstream.core.start_up import uncollected_imports
+from slipstream.engine.load_end import end_process, tell_load_failure
 from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.socket import EngineLink
 from slipstream.protocol import wire
@@ -70,13 +70,8 @@ def run(link: EngineLink) -> int:
     received = link.receive_config()
     try:
         server = load(link, parse_config(received))
-    except (SlipstreamError, OSError) as error:
-        logger.error("model %s cannot be loaded: %s", received.model_name, error)
-        link.send(wire.encode_load_failed(str(error)))
-        return 1
     except Exception as error:
-        logger.exception("model %s cannot be loaded", received.model_name)
-        link.send(wire.encode_load_failed(f"{type(error).__name__}: {error}"))
+        tell_load_failure(link, received.model_name, error)
         return 1
     return server.serve()
 
@@ -96,9 +91,7 @@ def main() -> None:
     except (BrokenPipeError, ConnectionError) as error:
         logger.error("the backend is gone: %s", error)
         status = 0
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(status)  # not through the interpreter's teardown: threads of torch may be inside a step
+    end_process(status)
 
 
 if __name__ == "__main__":

@@ -45,17 +45,25 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0  # until a process has imported what it needs
 _FIND_S = 1.0  # after a failure, to find out whether another rank is behind it
 _LOOK_S = 0.02
+_END_S = 3.0  # for the thread that loads, which knows more, to end a load that cannot succeed
 FIRST_STAGE_CALLS = ("sample", "result", "draft")  # other stages have no part in what follows the forward pass
+
+EndLoad = Callable[[Exception], object]
 
 
 class Ranks:
     """The processes beside this one; none for a model of one rank. free_bytes: of device memory, the least of any rank.
 
-    lost: why the ranks have ended, or None. on_loss: called then, by a thread of its own: the engine's may be stuck.
+    lost: why the ranks have ended, or None.
     """
 
-    def __init__(self, parallel: ParallelConfig, processes: RankProcesses | None = None) -> None:
-        """processes: of ranks that import already; else they begin now. The caller closes this if its load fails."""
+    def __init__(
+        self, parallel: ParallelConfig, processes: RankProcesses | None = None, end_load: EndLoad | None = None
+    ) -> None:
+        """processes: of ranks that import already; else they begin now. The caller closes this if its load fails.
+
+        end_load: called with what makes a load fail, by a thread of its own, unless this is closed soon after: the
+        thread that loads may wait for ever for a kernel that waits for another rank."""
         self._timeout_s, self._node_timeout_s = parallel.rank_timeout_s, parallel.node_timeout_s
         self._processes = processes or RankProcesses.ahead(parallel)
         self._others: list[RankProcess | RemoteRank] = []  # that have been told their part, or are about to be
@@ -66,7 +74,9 @@ class Ranks:
         self.lost: RankLostError | None = None
         self._lost_number = 0
         self._failures: dict[int, RankFailure] = {}  # that ranks have told while they load, by their numbers
-        self.on_loss: Callable[[RankLostError], None] = lambda error: None
+        self._end_load = end_load
+        self._end_timer: threading.Timer | None = None
+        self._on_loss: Callable[[RankLostError], None] | None = None  # None while the model loads
         self.free_bytes = 0
         self._made: Worker | None = None  # this rank's
 
@@ -99,6 +109,13 @@ class Ranks:
             limit_calls(self._timeout_s)
         return LeadingWorker(worker, self)
 
+    def tell_losses(self, on_loss: Callable[[RankLostError], None]) -> None:
+        """From now on, the model is loaded: have this called when ranks are lost, by a thread of its own, as the
+        engine's may be stuck. Raises RankLostError if they are lost already."""
+        with self._lock:
+            self.check()
+            self._on_loss = on_loss
+
     def begin(self, *call: object, is_step: bool = True) -> None:
         """Have the other ranks make a call; this one makes it until `end`. is_step: rank_timeout_s holds for it."""
         self._busy_since = time.monotonic() if is_step else 0.0
@@ -127,6 +144,8 @@ class Ranks:
         """End the other ranks. The worker is closed already, unless a load has failed: with what."""
         with self._lock:
             self._is_closing = True
+        if isinstance(failure, Exception) and self._others:
+            self._limit_end(failure)
         if failure is not None:
             self._kill()  # they may wait for this one, and see no end of their connections
             drop_locals(failure)
@@ -140,6 +159,8 @@ class Ranks:
             leave(self._hardware.device)
             self._folder.cleanup()
         self._others, self._folder = [], None
+        if self._end_timer is not None:
+            self._end_timer.cancel()
 
     # ---- parts
 
@@ -210,10 +231,19 @@ class Ranks:
             if not reason:
                 return True
             self.lost = RankLostError(f"{reason}: the model starts again")
+            on_loss = self._on_loss or self._limit_end
         logger.error("%s", self.lost)
         self._kill()
-        self.on_loss(self.lost)
+        on_loss(self.lost)
         return False
+
+    def _limit_end(self, failure: Exception) -> None:
+        """Give the thread that loads so long to close this. Any thread."""
+        end_load = self._end_load
+        if end_load is not None and self._end_timer is None:
+            self._end_timer = threading.Timer(_END_S, lambda: end_load(self._cause_of(failure)))
+            self._end_timer.daemon = True
+            self._end_timer.start()
 
 
 class LeadingWorker:

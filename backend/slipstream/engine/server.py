@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import LIST_LORA, OF_LORA, STATE, Control
@@ -25,10 +26,12 @@ from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
+from slipstream.engine.load_end import end_load
 from slipstream.engine.logits_budget import LogitsBudget
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.prompt_tables import TableBudget
 from slipstream.engine.rank_processes import RankProcesses
+from slipstream.engine.ranks import Ranks
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
 from slipstream.engine.residency import allowed_folder
@@ -49,6 +52,7 @@ _METRICS_PERIOD_S = 0.25
 _IDLE_WAIT_S = 0.1  # an idle engine publishes pending metrics at this interval
 _SETTLE_S = (0.02, 0.12)  # metrics are sent so long after the last answer; by the second the engine has published all
 _TEXT_OUTPUT = next(i for i, output in enumerate(contract.OUTPUTS["generate"]) if output.name == "text_output")
+_CONTROL_END_S = 1.0  # for the answer to a command under way, when the engine has failed
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 
 
@@ -56,10 +60,11 @@ class GenerateServer:
     """Owns the engine and its threads. `serve` returns the exit status of the process."""
 
     def __init__(self, link: EngineLink, config: EngineConfig, processes: RankProcesses | None = None) -> None:
-        """processes: see Engine."""
+        """processes: see Ranks."""
         self._link = link
         self._tracer = make_request_tracer(config.serving)
-        self._engine = Engine(config, processes=processes)
+        end = partial(end_load, link, config.serving.model_name)
+        self._engine = Engine(config, ranks=Ranks(config.parallel, processes, end))
         config = self._engine.config
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
@@ -68,14 +73,15 @@ class GenerateServer:
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
-        self._engine.ranks.on_loss = self._lose
         self._is_controlling = threading.Lock()
+        self._control_thread: threading.Thread | None = None  # the last one
         vocab_size, max_model_len = self._engine.spec.vocab_size, self._engine.max_model_len
         self._logits = LogitsBudget(config.serving.max_logits_bytes, vocab_size, max_model_len)
         self._tables = TableBudget(config.serving.max_prompt_table_bytes)
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
+        self._engine.ranks.tell_losses(self._lose)
 
     def ready_frame(self) -> bytes:
         metrics = [
@@ -101,6 +107,8 @@ class GenerateServer:
         finally:
             self._is_stopping = True
             if self._exit_status:
+                if self._control_thread is not None:
+                    self._control_thread.join(_CONTROL_END_S)
                 self._link.hang_up()
             if self._tracer is not None:
                 self._tracer.close()
@@ -203,7 +211,9 @@ class GenerateServer:
         elif control.command == LIST_LORA:
             self._answer_adapters(client)
         elif self._is_controlling.acquire(blocking=False):
-            threading.Thread(target=self._control, args=(client, control), name="control", daemon=True).start()
+            thread = threading.Thread(target=self._control, args=(client, control), name="control", daemon=True)
+            self._control_thread = thread
+            thread.start()
         else:
             raise CapacityError("another command to the model is under way; try again later")
 
