@@ -27,11 +27,12 @@ from processes import asked, is_alive
 from slipstream.commands import worker
 from slipstream.core.config import ParallelConfig
 from slipstream.core.config_parse import parse_parameters
+from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.core.request import FinishReason, Request
 from slipstream.engine import remote_ranks
 from slipstream.engine.engine import Engine
-from slipstream.engine.node_rank import Control
+from slipstream.engine.node_rank import Control as NodeControl
 from slipstream.engine.rank_link import Link, LinkError, connect, read_secret
 from slipstream.engine.remote_ranks import Listener
 from slipstream.engine.validate import validate
@@ -86,6 +87,27 @@ def test_a_rank_of_another_node(node: Node, tiny_llama: Path, prompts: list[list
         node.proxy.resume()
 
 
+def test_a_rank_of_another_node_sleeps_too(node: Node, tiny_llama: Path, prompts: list[list[int]]) -> None:
+    """One that does not come to its end is lost, be it that it runs."""
+    patient = replace(parallel(node, rank_timeout_s=5.0), node_timeout_s=PATIENCE_S)
+    engine = make_engine(tiny_llama, parallel=patient)
+    before = [one.token_ids for one in run_all(engine, prompts[4:6], GREEDY)]
+    for control in (Control(SLEEP, 2), Control(WAKE_UP)):
+        order = engine.post(control)
+        run_steps(engine, {})
+        order.wait()
+    assert [one.token_ids for one in run_all(engine, prompts[4:6], GREEDY)] == before
+    rank = node.rank()
+    rank.suspend()  # no process of this machine to look at: found by rank_timeout_s, before node_timeout_s
+    order = engine.post(Control(SLEEP, 2))
+    run_steps(engine, {})
+    with pytest.raises(RankLostError, match="rank_timeout_s"):
+        order.wait()
+    engine.close()
+    rank.kill()
+    wait_until(lambda: not is_alive(rank), "the rank to end")
+
+
 def test_a_load_that_fails_ends_the_ranks_of_another_node(node: Node, tiny_llama: Path) -> None:
     """And says why it failed here."""
     found: list[psutil.Process] = []
@@ -112,7 +134,7 @@ def test_a_rank_learns_at_once_that_its_engine_is_gone(monkeypatch: pytest.Monke
 
     def watch_until_end() -> None:
         with suppress(Ended):
-            Control(other, 3600.0).watch()
+            NodeControl(other, 3600.0).watch()
 
     monkeypatch.setattr("slipstream.engine.node_rank.os._exit", end)
     one, other, near, _ = pair()

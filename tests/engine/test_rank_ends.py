@@ -7,18 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 import pytest
+import slow_sleeper
 import stuck_engine
-from engine_driver import make_engine
+from engine_driver import make_engine, run_steps
 from engine_peer import TOKEN, Backend
 from failing_rank import REASON, start_of
 from patience import PATIENCE_S, wait_until
 from processes import children_of
 from slipstream.core.config import ParallelConfig
+from slipstream.core.control import SLEEP, Control
 from slipstream.core.errors import EngineError, RankLostError
 from slipstream.engine import rank_processes, ranks
 from slipstream.engine.engine import Engine
@@ -129,3 +132,34 @@ def test_a_rank_that_is_lost_when_all_have_loaded_fails_the_load(
     monkeypatch.setattr(Engine, "_record_gauges", lose)
     with pytest.raises(RankLostError, match="rank 1 has ended"):
         make_engine(tiny_llama, parallel=ParallelConfig(2))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_sleep_is_answered_when_all_ranks_sleep(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    """What they hold until then another model may need."""
+    monkeypatch.setattr(rank_processes, "_START", slow_sleeper.start_of(tmp_path, 1.0))
+    parallel = ParallelConfig(2, pipeline_parallel_size=num_stages)
+    with closing(make_engine(tiny_llama, parallel=parallel)) as engine:
+        order = engine.post(Control(SLEEP, 2))
+        run_steps(engine, {})
+        order.wait()
+        assert {path.name for path in tmp_path.iterdir()} == set(map(str, range(1, parallel.num_ranks)))
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_rank_that_does_not_sleep_is_lost(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """Stopped, or at work for longer than rank_timeout_s: nobody waits for it for ever, or takes it to sleep."""
+    monkeypatch.setattr(rank_processes, "_START", slow_sleeper.start_of(tmp_path, 3600.0))
+    parallel = ParallelConfig(2, rank_timeout_s=60.0 if is_stopped else 1.0)
+    with closing(make_engine(tiny_llama, parallel=parallel)) as engine:
+        if is_stopped:
+            children_of(os.getpid(), "slow_sleeper")[0].suspend()
+        order = engine.post(Control(SLEEP, 2))
+        run_steps(engine, {})
+        with pytest.raises(RankLostError, match="rank 1 is stopped" if is_stopped else "rank_timeout_s"):
+            order.wait()
+        assert isinstance(engine.error, RankLostError)

@@ -18,7 +18,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.start_up import StartUp
 from slipstream.engine.main import configure_logging
-from slipstream.engine.rank_processes import BROKEN, FAILED
+from slipstream.engine.rank_processes import ANSWERED_CALLS, BROKEN, DONE, FAILED
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.first_launch import begin_first_launch
 from slipstream.worker.interface import Worker
@@ -71,6 +71,8 @@ def serve(connection: EngineConnection, worker: Worker) -> None:
         except EOFError:
             return
         getattr(worker, name)(*arguments)
+        if name in ANSWERED_CALLS:
+            connection.send((DONE, None))
 
 
 def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> int:

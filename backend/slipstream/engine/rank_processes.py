@@ -25,6 +25,8 @@ MOST_AHEAD = 8  # ranks of a machine that are started before it is known whether
 _WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
 _END_TIMEOUT_S = 5.0  # for all together
 FAILED, BROKEN = "failed", "broken"  # what a rank says that cannot load: by itself, or because a call to others failed
+DONE = "done"  # of one of ANSWERED_CALLS
+ANSWERED_CALLS = ("sleep",)  # that the first rank waits for; others end in calls between ranks, or need no end
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_main import main; main()"
 
 

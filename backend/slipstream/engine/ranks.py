@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig, ParallelConfig
-from slipstream.core.errors import ConfigError, RankLostError
+from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.engine.rank_process import RankSetup
-from slipstream.engine.rank_processes import RankFailure, RankProcess, RankProcesses, failure_of
+from slipstream.engine.rank_processes import DONE, RankFailure, RankProcess, RankProcesses, failure_of
 from slipstream.engine.remote_ranks import Joined, Listener, RemoteRank
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import (
@@ -126,6 +126,20 @@ class Ranks:
         """Raises RankLostError if another rank was lost meanwhile: what the call computed is worth nothing."""
         self._busy_since = 0.0
         self.check()
+
+    def await_all(self) -> None:
+        """Until the other ranks have made the call, one of ANSWERED_CALLS. They began it with this one, which has made
+        it: rank_timeout_s holds from now on. Raises RankLostError if one does not come."""
+        self._busy_since = time.monotonic()
+        try:
+            for rank in self._others:
+                rank.receive(DONE)
+        except EngineError as error:
+            lost = self.loss_behind_failure()
+            if lost is None:
+                raise
+            raise lost from error
+        self.end()
 
     def check(self) -> None:
         """Raises RankLostError if another rank was lost."""
@@ -279,6 +293,7 @@ class LeadingWorker:
 
     def sleep(self, level: int) -> None:
         self._call("sleep", level, is_step=False)
+        self._ranks.await_all()  # their memory may be another model's as soon as this has returned
 
     def wake(self, model: str) -> None:
         self._call("wake", model, is_step=False)
