@@ -36,8 +36,6 @@ from slipstream.engine.node_rank import Control as NodeControl
 from slipstream.engine.rank_link import Link, LinkError, connect, read_secret
 from slipstream.engine.remote_ranks import Listener
 from slipstream.engine.validate import validate
-from slipstream.worker import process_group
-from slipstream.worker.process_group import interface_of
 from torch.distributed import HashStore
 
 SECRET = b"a secret of two machines"
@@ -390,17 +388,3 @@ def test_validate_says_where_ranks_are(tiny_llama: Path, tmp_path: Path) -> None
     (tmp_path / "secret").write_bytes(SECRET)
     report = validate(folder)
     assert "this machine: 1 on cpu" in report and "--nodes 2 --ranks 1 --node 1" in report
-
-
-def test_the_interface_of_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPv6 by the kernel's table, of which this is one with two interfaces."""
-    table = tmp_path / "if_inet6"
-    table.write_text(
-        "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n00000000000000000000000000000001 01 80 10 80       lo\n"
-    )
-    monkeypatch.setattr(process_group, "IPV6_INTERFACES", table)
-    assert interface_of("127.0.0.1") == interface_of("::ffff:127.0.0.1") == interface_of("::1") == "lo"
-    assert interface_of("fe80::fc:ff:fe00:1%eth0") == "eth0"
-    for address in ("fd00::7", "192.0.2.1"):
-        with pytest.raises(EngineError, match=f"no network interface has the address {address}"):
-            interface_of(address)

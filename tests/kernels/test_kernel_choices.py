@@ -99,15 +99,18 @@ def dense_choice(kind: WeightKind, num_rows: int, dtype: torch.dtype, *, gated: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [(4096, 4096, 32), (2048, 10944, 64), (2048, 10944, 10944), (24, 4096, 128)], ids=str)
-def test_more_than_32_rows_beside_canonical_4_bits_go_to_the_library(
-    size: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("size", "least"),
+    [((4096, 4096, 32), 1), ((2048, 10944, 64), 1), ((24, 4096, 128), 1), ((28672, 4096, 32), 49)],
+    ids=str,
+)
+def test_canonical_4_bits_go_to_the_library(size: tuple[int, int, int], least: int, dtype: torch.dtype) -> None:
+    """All rows of narrow weights, many of wide ones."""
     kind = kind_of("int4", torch.uint8, size)
     for gated in (False, True):
-        chosen = {rows: dense_choice(kind, rows, dtype, gated=gated) for rows in (1, 32, 33, 160, 1 << 16)}
-        assert [rows for rows, kernel in chosen.items() if kernel == "int4_mm"] == [1, 32]
-        assert {chosen[rows] for rows in (33, 160, 1 << 16)} == {"int4_canonical_dequantise+library"}
+        for rows in (1, 48, 49, 160, 1 << 16):
+            expected = "int4_canonical_dequantise+library" if rows >= least else "int4_mm"
+            assert dense_choice(kind, rows, dtype, gated=gated) == expected, rows
     assert dense_choice(kind, 4096, torch.float32) == "int4_mm", "which multiplies in fp32"
     fixed = kind._replace(deterministic=True)
     assert dense_choice(fixed, 4096, dtype) == "invariant_mm"

@@ -145,12 +145,10 @@ def _library_refusal(product: Product) -> str | None:
 
 
 def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    y: Tensor
     if isinstance(x, Tensor):
-        y = load_module("library", "gemm.linear").linear(x, weight.tensor, weight.bias)
-        return y
+        return F.linear(x, weight.tensor, weight.bias)
     assert isinstance(x, Fp8Rows) and weight.scales is not None
-    y = load_module("library", "gemm.scaled_mm").scaled_mm(
+    y: Tensor = load_module("library", "gemm.scaled_mm").scaled_mm(
         x, weight.tensor, weight.scales, weight.bias, weight.counters
     )
     return y

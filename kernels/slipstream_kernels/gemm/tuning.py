@@ -136,9 +136,13 @@ _USES_OF_H200: Table = {
         up_to("mixed_gemm", 256),
         Use("int8_dequantise+library"),
     ),
-    # 64 rows on an H100: 25 us and 90 of int4_mm for 4096 x 4096, 109 and 430 for 4096 x 14336, but 199 and 186 for
-    # 28672 x 4096.
-    ("int4", PLAIN_ROWS): (at_least("int4_canonical_dequantise+library", 33), *_INT4),
+    # 8 rows on an H100: 24 us and 81 of int4_mm for 4096 x 4096, 106 and 354 for 4096 x 14336, 198 and 118 for 28672 x
+    # 4096; 48 rows of that 199 and 168
+    ("int4", PLAIN_ROWS): (
+        Use("int4_canonical_dequantise+library", max_features=WIDE_FEATURES),
+        at_least("int4_canonical_dequantise+library", 49),
+        *_INT4,
+    ),
     ("int4", FP8_ROWS): _INT4,
     ("mxfp4", PLAIN_ROWS): _INT4,
     ("w4a16", PLAIN_ROWS): (
