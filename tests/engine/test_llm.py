@@ -134,6 +134,13 @@ def test_one_stop_string_needs_no_list(llm: LLM) -> None:
     assert stopped.stop_reason == word and stopped.text == free[: free.index(word)]
 
 
+def test_biases_may_be_an_object(llm: LLM) -> None:
+    one = replace(PARAMS, logit_bias={9: 100.0})  # type: ignore[arg-type]
+    assert one.logit_bias == ((9, 100.0),) and llm.generate(TEXTS[0], one)[0].token_ids == [9] * 20
+    with pytest.raises(RequestError, match="logit_bias: got"):
+        SamplingParams(logit_bias={"nine": 1.0})  # type: ignore[arg-type]
+
+
 def test_drafts_of_a_model_without_any_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="num_draft_tokens: got 4, accepted: 0, because the model has no"):
         llm.generate(TEXTS[0], replace(PARAMS, num_draft_tokens=4))

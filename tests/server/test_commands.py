@@ -117,6 +117,8 @@ def test_bench(llm_server: LlmServer, tmp_path: Path) -> None:
     assert done.stdout.count("\n|") == 3, "a header, a rule and a line per level"
     refused = slipstream("bench", *arguments, "--input-tokens", "5000")
     assert refused.returncode == 1 and "accepted: at most 2047" in refused.stderr
+    shorter = slipstream("bench", *arguments, "--input-tokens", "2045")
+    assert shorter.returncode == 1 and "3 of 5 tokens: more do not fit" in shorter.stderr, "not a faster server"
 
 
 def test_chat(llm_server: LlmServer) -> None:

@@ -150,6 +150,9 @@ async def one_request(stub: Any, arguments: argparse.Namespace, dice: random.Ran
     except RequestError as error:
         figures.errors.append(str(error))
         return
+    if num_tokens < arguments.output_tokens:
+        figures.errors.append(f"{num_tokens} of {arguments.output_tokens} tokens: more do not fit behind the prompt")
+        return
     figures.ttft.append(first - started)
     figures.num_tokens += num_tokens
     if num_tokens > num_first:

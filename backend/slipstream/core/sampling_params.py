@@ -6,7 +6,7 @@ which maps the TensorRT-LLM tensors on the same names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import InitVar, dataclass, fields
 from functools import cached_property
 
@@ -90,6 +90,8 @@ class SamplingParams:
             for name in _TEXTS:
                 if isinstance(text := getattr(self, name), str):  # one string, as requests may have it
                     object.__setattr__(self, name, (text,))
+            if isinstance(biases := self.logit_bias, Mapping):  # an object, as requests have it
+                object.__setattr__(self, "logit_bias", tuple(biases.items()))
             if self.logits_processors:  # names, or objects, as requests have them
                 calls = read_calls("logits_processors", self.logits_processors)
                 object.__setattr__(self, "logits_processors", calls)
