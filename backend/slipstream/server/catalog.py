@@ -1,7 +1,8 @@
 """The models that clients may name: Triton's models with their chat template, length and tool format.
 
-Event loop thread, one per worker. Fetched from Triton when a name is used and again after REFRESH_S, because models are
-loaded and unloaded while the gateway runs.
+Event loop thread, one per worker; files are read on other threads. Fetched from Triton when a name is used and again
+after REFRESH_S, because models are loaded and unloaded while the gateway runs. A model whose configuration or files
+have changed by then is described anew; requests under way keep the `Model` with which they began.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ _DEFAULT_MAX_TOKENS = "default_max_tokens"
 _BLOCK_SIZES = ("block_size", "tokens_per_block")
 _CHECKPOINTS = ("model", "gpt_model_path", "engine_dir")
 _TOKENIZERS = ("tokenizer", "tokenizer_dir")
+_FILES = (  # all that is read of a folder
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 @dataclass
@@ -61,6 +71,7 @@ class Model:
     inputs: frozenset[str] = frozenset()  # both as declared: Triton refuses a request that names any other
     outputs: frozenset[str] = frozenset()
     adapter: str = ""  # a LoRA adapter of the Triton model, which this name stands for
+    source: tuple[object, ...] = ()  # its configuration and the states of its files: equal if nothing has changed
 
     @property
     def speculative_methods(self) -> list[str]:
@@ -146,16 +157,16 @@ class Catalog:
         await asyncio.shield(self._refreshing)
 
     async def _ask(self) -> None:
-        ready: dict[str, Model] = {}
-        states: dict[str, str] = {}
         by_target = {model.triton_name: model for model in self._models.values() if not model.adapter}
-        for entry in await self._link.index():
-            if entry.state == "READY":
-                model = by_target.get(entry.name) or await self._describe(entry.name)
-                if model is not None:
-                    ready[entry.name] = model
-            elif entry.state and entry.reason != "unloaded":
-                states[entry.name] = f"{entry.state.lower()} {entry.reason}".strip()
+        entries = await self._link.index()
+        names = list(dict.fromkeys(entry.name for entry in entries if entry.state == "READY"))
+        described = await asyncio.gather(*(self._describe(name, by_target.get(name)) for name in names))
+        ready = {name: model for name, model in zip(names, described) if model is not None}
+        states = {
+            entry.name: f"{entry.state.lower()} {entry.reason}".strip()
+            for entry in entries
+            if entry.state not in ("", "READY") and entry.reason != "unloaded"
+        }
         taking = [model for model in ready.values() if model.takes_adapters]
         adapters = dict(
             zip((model.triton_name for model in taking), await asyncio.gather(*map(self._adapters, taking)))
@@ -187,56 +198,65 @@ class Catalog:
 
     def _named(self, name: str, model: Model) -> Model:
         known = self._models.get(name)
-        if known is not None and known.triton_name == model.triton_name and not known.adapter:
-            return known
-        return Model(**{**vars(model), "name": name})
+        if known is None or known.adapter or (known.triton_name, known.source) != (model.triton_name, model.source):
+            return Model(**{**vars(model), "name": name})
+        return known
 
-    async def _describe(self, name: str) -> Model | None:
-        """None for a model that does not take Slipstream's tensors."""
+    async def _describe(self, name: str, known: Model | None) -> Model | None:
+        """`known` if nothing of it has changed; None for a model that does not take Slipstream's tensors."""
         try:
             config = await self._link.config(name)
         except ApiError as error:
-            if error.status_code >= 503:
-                raise
-            return None
+            if known is not None or error.status_code < 503:  # `known`: it may be ending in this moment
+                return known
+            raise
         inputs, outputs = (frozenset(entry.name for entry in entries) for entries in (config.input, config.output))
         if not (inputs >= _INPUTS and outputs >= _OUTPUTS):
             return None
-        settings = {key: value.string_value for key, value in config.parameters.items()}
-        model = Model(name, name, int(time.time()), settings=settings, inputs=inputs, outputs=outputs)
-        folder = await self._find_folder(name, settings)
+        model = Model(name, name, int(time.time()), settings=_settings(config), inputs=inputs, outputs=outputs)
+        model.source = (config.SerializeToString(deterministic=True),)
+        behind = await self._settings_behind(model.settings)
+        return await asyncio.to_thread(self._read, model, behind, known)
+
+    async def _settings_behind(self, settings: dict[str, str]) -> dict[str, str]:
+        """For a model that wraps another one (`guarded`), the settings of that of its parameter `llm`."""
+        name = settings.get("llm", "")
+        try:
+            return _settings(await self._link.config(name)) if name else {}
+        except ApiError:  # not loaded: what generates is not there either
+            return {}
+
+    def _read(self, model: Model, behind: dict[str, str], known: Model | None) -> Model:
+        """The model with what its files say, or `known` if they are the same. Not on the event loop's thread."""
+        folder = self._folder(model.triton_name, model.settings)
+        if folder is None and behind:
+            folder = self._folder(model.settings["llm"], behind)
+        checkpoint = self._folder(model.triton_name, model.settings, _CHECKPOINTS)
+        model.source = (*model.source, *map(_state, (folder, checkpoint)))
+        if known is not None and known.source == model.source:
+            return known
         if folder is None:
             model.no_template = (
                 "the gateway does not know its checkpoint; start it with --checkpoint or --model-repository"
             )
             return model
-        return self._read_checkpoint(model, folder)
+        return self._read_files(model, folder, checkpoint)
 
-    def _read_checkpoint(self, model: Model, folder: Path) -> Model:
+    def _read_files(self, model: Model, folder: Path, checkpoint: Path | None) -> Model:
         try:
             model.template = load_template(folder, self._options.chat_template)
             model.no_template = "" if model.template else "its checkpoint has no chat template; use /v1/completions"
         except ConfigError as error:
             model.no_template = f"its chat template cannot be used: {error.field}: {error}"
+        except (OSError, UnicodeDecodeError) as error:  # perhaps it is being written
+            model.no_template = f"its chat template cannot be read: {error}"
         model.max_model_len = _max_model_len(model.settings, folder)
-        checkpoint = self._folder(model.triton_name, model.settings, _CHECKPOINTS)
         model.max_new_tokens = _max_new_tokens(model.settings, checkpoint) if checkpoint is not None else 0
         model.tokenizer = ModelTokenizer(folder)
         if model.template is not None:
             model.tool_format = select_format(self._options.tool_parser, model.template.source)
             model.reasoning_format = select_reasoning(self._options.reasoning_parser, model.template.source)
         return model
-
-    async def _find_folder(self, name: str, settings: dict[str, str]) -> Path | None:
-        """The model's tokenizer folder; for a model that wraps another one (`guarded`), that of its parameter `llm`."""
-        folder, behind = self._folder(name, settings), settings.get("llm", "")
-        if folder is not None or not behind:
-            return folder
-        try:
-            config = await self._link.config(behind)
-        except ApiError:  # not loaded: what generates is not there either
-            return None
-        return self._folder(behind, {key: value.string_value for key, value in config.parameters.items()})
 
     def _folder(
         self, name: str, settings: dict[str, str], keys: tuple[str, ...] = (*_TOKENIZERS, *_CHECKPOINTS)
@@ -256,6 +276,25 @@ class Catalog:
             if value and (cached := _hub_folder(value)) is not None:
                 return cached
         return self._options.checkpoints.get("")
+
+
+def _settings(config: Any) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _state(folder: Path | None) -> tuple[object, ...]:
+    """Equal for a folder whose files have not changed: of each its time, size and inode; None if it is absent."""
+    if folder is None:
+        return ()
+    states: list[tuple[int, int, int] | None] = []
+    for name in _FILES:
+        try:
+            found = (folder / name).stat()
+        except OSError:
+            states.append(None)
+        else:
+            states.append((found.st_mtime_ns, found.st_size, found.st_ino))
+    return (str(folder), *states)
 
 
 def _hub_folder(repository_id: str) -> Path | None:
