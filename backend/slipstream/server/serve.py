@@ -9,12 +9,10 @@ import logging
 import multiprocessing
 import resource
 import signal
-import tempfile
 import threading
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 
 import uvicorn
@@ -24,6 +22,7 @@ from slipstream.server import request_log
 from slipstream.server.app import Counts, Shared, create_app, make_shared, open_counts
 from slipstream.server.connection import BoundedConnection, GatewayConfig
 from slipstream.server.options import GatewayOptions
+from slipstream.server.shared_folder import hold, shared_folder
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
@@ -31,16 +30,26 @@ _CHECK_S = 0.5
 
 
 def serve(options: GatewayOptions) -> None:
-    """Serve until SIGTERM or SIGINT; in-flight requests then get options.shutdown_timeout_s."""
+    """Serve until SIGTERM or SIGINT; in-flight requests then get options.shutdown_timeout_s.
+
+    Raises SystemExit (0) at SIGTERM. Main thread.
+    """
     _raise_file_limit(options.max_connections * 2 + 256)
-    with tempfile.TemporaryDirectory(prefix="slipstream-gateway-") as folder:
-        shared = make_shared(Path(folder), options)
+    signal.signal(signal.SIGTERM, _end)
+    with shared_folder() as folder:
+        shared = make_shared(folder, options)
         listening = listen(options.host, options.port)
         options = replace(options, port=listening.getsockname()[1])
         if options.workers == 1:
             _work(options, shared, listening, announces=True)
         else:
             _supervise(options, shared, listening)
+
+
+def _end(*_: object) -> None:
+    """uvicorn raises SIGTERM again behind its shutdown: its default action would leave the shared folder there."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the removal
+    raise SystemExit(0)
 
 
 def listen(host: str, port: int) -> socket:
@@ -79,6 +88,7 @@ def make_config(options: GatewayOptions, counts: Counts, announces: bool) -> Gat
 
 def _work(options: GatewayOptions, shared: Shared, listening: socket, announces: bool) -> None:
     request_log.set_up(options.log_level, options.log_format)
+    hold(shared.responses.parent)
     uvicorn.Server(make_config(options, open_counts(options, shared), announces)).run(sockets=[listening])
 
 
