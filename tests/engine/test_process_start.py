@@ -154,3 +154,22 @@ def test_a_rank_that_cannot_be_started_leaves_nothing_of_the_others(monkeypatch:
         processes.start(3)
     wait_until(lambda: psutil.Process().num_fds() == num_open, "the descriptors to be closed")
     assert not children_of(psutil.Process().pid, "rank_main")
+
+
+def test_ranks_leave_no_folder_behind(
+    backend: Backend, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unload ends the process at once, without Python's own clean-up."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    command = [sys.executable, "-m", "slipstream.engine.main", "--socket", backend.path, "--token", TOKEN.hex()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        backend.accept()
+        backend.configure({"model": demo_model, "device": "cpu", "num_blocks": 64, "tensor_parallel_size": 2})
+        backend.next(FrameType.READY)
+        assert [found.name[:17] for found in folder.iterdir()] == ["slipstream-ranks-"]
+        backend.connection.close()
+        _, log = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0 and list(folder.iterdir()) == []
+    assert "Error" not in log and "Traceback" not in log

@@ -176,6 +176,11 @@ class Ranks:
         if self._end_timer is not None:
             self._end_timer.cancel()
 
+    def remove_folder(self) -> None:
+        """For a process that ends without `close`, and its ranks with it: the folder would be left."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
     # ---- parts
 
     def _send(self, message: object, ranks: Sequence[RankProcess | RemoteRank]) -> None:

@@ -112,6 +112,7 @@ class GenerateServer:
                 self._link.hang_up()
             if self._tracer is not None:
                 self._tracer.close()
+            self._engine.ranks.remove_folder()
         return self._exit_status
 
     # ------------------------------------------------------------ input thread
