@@ -133,3 +133,13 @@ def test_top_k_past_int32_is_refused_with_the_limit() -> None:
         with pytest.raises(RequestError, match=r"^top_k: got \d+, accepted: an integer from 1 to 2147483647, or 0"):
             SamplingParams(top_k=value)
     assert SamplingParams(top_k=2**31 - 1).top_k == 2**31 - 1
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_a_choice_of_nothing_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{name}.choice: got \[\], accepted: a list of at least one text"):
+        parse_request(
+            request(tensor("text_input", "x"), tensor("sampling_parameters", json.dumps({name: {"choice": []}}))),
+            EngineConfig(),
+            TOKENIZER,
+        )

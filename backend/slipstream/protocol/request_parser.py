@@ -355,7 +355,9 @@ def _guide(settings: Settings) -> Guide | None:
         if value is None:
             return None
     if name == "choice":
-        return Guide("regex", "|".join(f"({re.escape(choice)})" for choice in read_texts(field, value)))
+        if not (choices := read_texts(field, value)):
+            raise refuse(field, value, "a list of at least one text")
+        return Guide("regex", "|".join(f"({re.escape(choice)})" for choice in choices))
     if name in ("json", "structural_tag") and isinstance(value, dict):
         value = json.dumps(value)
     guide = Guide(_GUIDES[name], read_text(field, value))

@@ -40,7 +40,7 @@ from slipstream.server.ranking import rerank, score
 from slipstream.server.responses.endpoint import delete, respond, retrieve
 from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.responses.store import ResponseStore
-from slipstream.server.sampling import naming_guides_as_asked
+from slipstream.server.sampling import naming_fields_as_asked
 from slipstream.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -154,13 +154,13 @@ def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _note(body, request)
-        with naming_guides_as_asked(body):
+        with naming_fields_as_asked(body):
             return await chat(request.app.state.gateway, body, request)
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _note(body, request)
-        with naming_guides_as_asked(body):
+        with naming_fields_as_asked(body):
             return await complete(request.app.state.gateway, body, request)
 
     @app.post("/v1/embeddings", responses=_ERRORS)

@@ -9,13 +9,14 @@ from typing import Any
 from slipstream.core.setting_values import MAX_INT32
 from slipstream.core.settings import IN_SPECULATION, SETTINGS
 from slipstream.server.errors import ApiError
-from slipstream.server.schemas import ResponseFormat, Sampling, passed_on
+from slipstream.server.schemas import NamedRequest, ResponseFormat, Sampling, passed_on
 
 PASSED_NAMES = tuple(setting.name for setting in passed_on(SETTINGS))
 _SPECULATION = frozenset(setting.name for setting in SETTINGS if setting.openai == IN_SPECULATION)
 UNLIMITED_TOKENS = MAX_INT32
 # vLLM's fields before structured_outputs -> the key there
 _OLDER_GUIDES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_RENAMED = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}  # the engine's name -> a chat's
 
 
 def sampling_parameters(request: Sampling, max_tokens: int | None, response_format: ResponseFormat | None) -> dict:
@@ -43,21 +44,38 @@ def sampling_parameters(request: Sampling, max_tokens: int | None, response_form
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)
         raise ApiError(400, f"{given[-1][0]}: {names} are given together, accepted: one of them", param=given[-1][0])
-    for _, guide in given:
+    for name, guide in given:
+        if guide.get("choice") == []:
+            field = name if name in _OLDER_GUIDES else f"{name}.choice"
+            raise ApiError(400, f"{field}: got [], accepted: a list of at least one text", param=field)
         settings["structured_outputs"] = guide
     return settings
 
 
 @contextmanager
-def naming_guides_as_asked(request: Sampling) -> Iterator[None]:
-    """Rename the parameter in errors about a grammar: the client gave it as response_format, or as a tool's schema."""
+def naming_fields_as_asked(request: NamedRequest) -> Iterator[None]:
+    """Rename the parameter in the engine's errors, if the client gave it by another name, and so in the message."""
     try:
         yield
     except ApiError as error:
-        if error.param == "structured_outputs" and request.structured_outputs is None:
-            error.param = "response_format" if getattr(request, "response_format", None) else "tools"
-            error.message = error.message.replace("guided_decoding_guide", error.param)
+        if error.param == "structured_outputs":
+            ours, theirs = "guided_decoding_guide", _grammar_of(request)
+        else:
+            ours, theirs = error.param or "", _RENAMED.get(error.param or "", "")
+        if getattr(request, theirs, None) is not None and error.message.startswith(f"{ours}: "):
+            error.param = theirs
+            error.message = theirs + error.message.removeprefix(ours)
         raise
+
+
+def _grammar_of(request: NamedRequest) -> str:
+    """The field that asks for a grammar; without one it is that of a tool's schema."""
+    for name in ("structured_outputs", *_OLDER_GUIDES):
+        if getattr(request, name, None) is not None:
+            return name
+    if guide_of(getattr(request, "response_format", None)) is not None:
+        return "response_format"
+    return "tools" if getattr(request, "tools", None) else "functions"
 
 
 def guide_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
