@@ -13,7 +13,15 @@ from starlette.responses import Response as HttpResponse
 from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
-from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for, safety_of
+from slipstream.server.gateway import (
+    Gateway,
+    check_time_out,
+    finish_reason,
+    new_head,
+    outputs_for,
+    safety_of,
+    timed_out,
+)
 from slipstream.server.generation import Generation, Response
 from slipstream.server.reasoning import guide_behind, plan_reasoning, with_reasoning
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
@@ -145,6 +153,7 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
             )
         ended = finish_reason(reason)
         choice["finish_reason"] = tools.finish_reason if has_calls and ended == "stop" else ended
+        choice |= timed_out(reason)
         if request.return_token_ids:
             choice["token_ids"] = output_ids(response)[index]
         choices.append(choice)
@@ -308,7 +317,7 @@ class ChatWriter:
         ended = finish_reason(reason)
         if self._num_calls[index] and ended == "stop":
             ended = self._tools.finish_reason
-        return data + self._chunk({**_choice(index, {}), "finish_reason": ended})
+        return data + self._chunk({**_choice(index, {}), "finish_reason": ended, **timed_out(reason)})
 
     def end(self) -> bytes:
         return b""

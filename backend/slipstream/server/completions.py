@@ -14,7 +14,15 @@ from starlette.responses import Response as HttpResponse
 from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
-from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for, require_output
+from slipstream.server.gateway import (
+    Gateway,
+    check_time_out,
+    finish_reason,
+    new_head,
+    outputs_for,
+    require_output,
+    timed_out,
+)
 from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import sampling_parameters
 from slipstream.server.schemas import CompletionRequest
@@ -114,7 +122,7 @@ def whole_answer(
             choice: dict[str, Any] = {"index": len(choices), "text": text, "logprobs": None}
             if request.logprobs is not None:
                 choice["logprobs"] = _logprobs(request, model, generation.prompt, response, sequence)
-            choice["finish_reason"] = finish_reason(reason)
+            choice |= {"finish_reason": finish_reason(reason), **timed_out(reason)}
             if request.return_token_ids:
                 choice["token_ids"] = output_ids(response)[sequence]
                 choice["prompt_token_ids"] = response.integers("prompt_token_ids")
@@ -215,7 +223,7 @@ class CompletionWriter:
             entries = logprob_forms.parse(response.text("logprobs"))
             choice["logprobs"] = logprob_forms.completion_logprobs(entries, self._form, self._offsets[sequence])
             self._offsets[sequence] += len(text)
-        choice["finish_reason"] = finish_reason(reason) if reason else None
+        choice |= {"finish_reason": finish_reason(reason) if reason else None, **timed_out(reason)}
         return event({**self._answer.head, "choices": [choice]})
 
     def end(self) -> bytes:

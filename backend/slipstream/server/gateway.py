@@ -162,10 +162,15 @@ def require_output(model: Model, output: str, param: str, accepted: str) -> None
 
 
 def finish_reason(reason: str) -> str:
-    """The finish reason in OpenAI's terms; a time-out is "length". Raises ApiError for a cancelled request."""
+    """The finish reason in OpenAI's terms, which have none for a time-out: it is "length", and see `timed_out`."""
     if reason in ("timeout", "length"):
         return "length"
     return "content_filter" if reason in ("content_filter", "blocked") else "stop"
+
+
+def timed_out(reason: str) -> dict[str, Any]:
+    """A further key beside the finish reason, which alone would say that the limit of tokens ended the answer."""
+    return {"timed_out": True} if reason == "timeout" else {}
 
 
 def safety_of(model: Model, response: Response) -> dict[str, Any]:

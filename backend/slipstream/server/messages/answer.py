@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from slipstream.server.chat_turn import ChatReader
-from slipstream.server.gateway import finish_reason
+from slipstream.server.gateway import finish_reason, timed_out
 from slipstream.server.generation import Response
 from slipstream.server.messages.schemas import MessagesRequest
 from slipstream.server.sse import StreamForm, named_event
@@ -98,6 +98,7 @@ class MessageWriter:
         elif reason == "end_turn" and is_matched:
             reason = "stop_sequence"
         stop = {"stop_reason": reason, "stop_sequence": self._reader.stop_string if is_matched else None}
+        stop |= timed_out(self._reader.reason)
         self.body |= {"content": self._blocks, **stop, "usage": _usage(self._reader)}
         data += named_event({"type": "message_delta", "delta": stop, "usage": _usage(self._reader)})
         return data + named_event({"type": "message_stop"})

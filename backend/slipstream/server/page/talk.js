@@ -101,7 +101,7 @@ export function addChunk(answer, chunk) {
   answer.content += delta.content || "";
   answer.reasoning += reasoning;
   for (const part of delta.tool_calls || []) addCall(answer.calls, part);
-  answer.note = ENDS[choice.finish_reason] || answer.note;
+  answer.note = ENDS[choice.timed_out ? "timeout" : choice.finish_reason] || answer.note;
   return Boolean(delta.content || reasoning || delta.tool_calls);
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.server.chat_turn import ChatReader
-from slipstream.server.gateway import finish_reason
+from slipstream.server.gateway import finish_reason, timed_out
 from slipstream.server.generation import Response
 from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.sse import StreamForm, named_event
@@ -138,7 +138,7 @@ class ResponseWriter:
         status = "incomplete" if why else "completed"
         data = self._close(status)
         self.body |= {"status": status, "output": self._items, "usage": _usage(self._reader)}
-        self.body["incomplete_details"] = {"reason": why} if why else None
+        self.body["incomplete_details"] = {"reason": why, **timed_out(self._reader.reason)} if why else None
         self.body["completed_at"] = None if why else int(time.time())
         return data
 
