@@ -55,7 +55,7 @@ from slipstream.server.schemas import (
 from slipstream.server.sleep import add_sleep, is_awake
 from slipstream.server.tokenize import detokenize, tokenize
 from slipstream.server.tracing import GatewayTracing, make_tracing
-from slipstream.server.unknown_fields import unknown_fields, warning
+from slipstream.server.unknown_fields import unknown_fields, unknown_message_keys, warning
 from slipstream.server.validation import explain
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
 def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note_messages(body, request)
         with naming_fields_as_asked(body):
             return await chat(request.app.state.gateway, body, request)
 
@@ -207,7 +207,7 @@ def _add_other_apis(app: FastAPI) -> None:
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def token_ids(body: TokenizeRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note_messages(body, request)
         return await tokenize(request.app.state.gateway, body, request.state.lease.owner)
 
     @app.post("/detokenize", responses=_ERRORS)
@@ -216,14 +216,27 @@ def _add_tokens(app: FastAPI) -> None:
         return await detokenize(request.app.state.gateway, body, request.state.lease.owner)
 
 
-def _note(body: NamedRequest, request: Request) -> None:
-    """Name the request for log and engine, and say what of it is ignored. Raises ApiError for a field not served."""
+def _note(body: NamedRequest, request: Request) -> list[str]:
+    """Name the request for log and engine, and say what of it is ignored: these. Raises ApiError for a field not
+    served."""
     record = request.state.record
     record.adopt_id(body.request_id or "")
     body.request_id, record.model = record.request_id, body.model
     fields = unknown_fields(body, request.app.state.gateway.options.is_strict)
     if fields:
         record.warning = warning(body, fields)
+    return fields
+
+
+async def _note_messages(body: ChatRequest | TokenizeRequest, request: Request) -> None:
+    """As _note, and of the messages, too: the model's template says which of their keys have a use."""
+    fields, gateway = _note(body, request), request.app.state.gateway
+    if any(message.model_extra for message in body.messages or ()):
+        template = (await gateway.catalog.find(body.model)).template
+        words = template.words if template is not None else frozenset()
+        keys = unknown_message_keys(body, body.messages or (), words, gateway.options.is_strict)
+        if keys:
+            request.state.record.warning = warning(body, [*fields, *keys])
 
 
 def _add_models(app: FastAPI) -> None:

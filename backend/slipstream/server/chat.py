@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 from typing import Any
 
@@ -30,7 +31,12 @@ from slipstream.server.sse import TextEvents, event
 from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse, plan_tools
+from slipstream.server.unknown_fields import shown
 from slipstream.server.usage import Usage
+
+_ROLES_WITH_CONTENT = frozenset({"system", "developer", "user", "assistant", "tool"})
+_MOST_HINTS = 32  # keys of a message that are compared with `content`, and characters of one
+_INSTEAD_OF_CONTENT = ("function_call", "reasoning_content", "reasoning", "refusal")
 
 
 async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> HttpResponse:
@@ -117,8 +123,26 @@ def plain_text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def check_content(message: Message, index: int) -> None:
+    """Raises ApiError for a message without content, which the template would take for an empty one.
+
+    An assistant's may have something else instead: calls, or thoughts that were cut off. Roles that only the model's
+    template knows are its own affair.
+    """
+    if message.content is not None or message.role not in _ROLES_WITH_CONTENT:
+        return
+    extra = message.model_extra or {}
+    if message.role == "assistant" and (message.tool_calls or any(extra.get(name) for name in _INSTEAD_OF_CONTENT)):
+        return
+    names = [name for name in list(extra)[:_MOST_HINTS] if len(name) <= _MOST_HINTS]
+    close = difflib.get_close_matches("content", names, n=1, cutoff=0.8)
+    path, hint = f"messages[{index}].content", f"; did you mean it by {shown(close[0])}?" if close else ""
+    raise ApiError(400, f"{path}: is missing, accepted: a text or a list of text parts{hint}", param=path)
+
+
 def for_template(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it: text in one piece, a call's arguments as an object."""
+    check_content(message, index)
     body = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         body["content"] = plain_text(message.content)

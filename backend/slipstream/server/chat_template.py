@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -65,6 +66,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         self.source = source
+        self.words = frozenset(re.findall(r"\w+", source))  # among them every key of a message that it names
         self._tokens = tokens
         try:
             self._template = _environment().from_string(source)

@@ -7,15 +7,18 @@ its base URL; --strict refuses it. A known field that would change the answer is
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from slipstream.server.errors import ApiError
+from slipstream.server.schemas import Message
 
 MAX_NAMED_FIELDS = 16  # of the unknown ones, in a header and a log line
 _MAX_NAME_CHARS = 64
+# of answers, which clients send back as they got them; a template that has no use for one leaves it out
+_MESSAGE_KEYS = frozenset({"reasoning_content", "reasoning", "refusal", "annotations", "function_call"})
 _TEXT_MODEL = "this is a text model"
 
 # field -> values that change nothing, why no others are served
@@ -42,10 +45,31 @@ def unknown_fields(body: BaseModel, is_strict: bool) -> list[str]:
         else:
             found.append(name)
     found += _nested(body)
+    _check_strict(body, found, is_strict)
+    return found
+
+
+def unknown_message_keys(
+    body: BaseModel, messages: Sequence[Message], words: Collection[str], is_strict: bool
+) -> list[str]:
+    """Paths of the messages' keys that neither this API nor the chat template has a use for.
+
+    words: all words of the template. Raises ApiError (400) if such keys are refused.
+    """
+    found = [
+        f"messages[{index}].{name}"
+        for index, message in enumerate(messages)
+        for name, value in (message.model_extra or {}).items()
+        if value is not None and name not in _MESSAGE_KEYS and name not in words
+    ]
+    _check_strict(body, found, is_strict)
+    return found
+
+
+def _check_strict(body: BaseModel, found: Sequence[str], is_strict: bool) -> None:
     if found and is_strict:
         path = found[0]
         raise ApiError(400, f"{shown(path)}: is not a known parameter{_hint(body, path)} (--strict)", param=shown(path))
-    return found
 
 
 def warning(body: BaseModel, fields: list[str]) -> str:
@@ -63,9 +87,12 @@ def shown(path: str) -> str:
 
 
 def _hint(body: BaseModel, path: str) -> str:
-    if len(path) > _MAX_NAME_CHARS or "." in path:
+    kind, name = type(body), path
+    if path.startswith("messages["):
+        kind, name = Message, path.partition(".")[2]
+    if len(name) > _MAX_NAME_CHARS or "." in name:
         return ""
-    close = difflib.get_close_matches(path, list(type(body).model_fields), n=1, cutoff=0.8)
+    close = difflib.get_close_matches(name, list(kind.model_fields), n=1, cutoff=0.8)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -77,7 +104,7 @@ def _check_not_served(name: str, value: Any) -> None:
 
 
 def _nested(body: BaseModel) -> Iterator[str]:
-    """Unknown fields of the objects inside. Not of messages, whose further keys are for the chat template."""
+    """Unknown fields of the objects inside. Not of messages, whose further keys may be for the chat template."""
     for name in type(body).model_fields:
         if name != "messages":
             yield from _inside(getattr(body, name), name)
