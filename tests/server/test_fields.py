@@ -6,6 +6,7 @@ import json
 import logging
 from argparse import Namespace
 
+import grpc
 import openai
 import pytest
 from fake_triton import FakeTriton
@@ -13,8 +14,9 @@ from gateway import GatewayProcess
 from patience import wait_until
 from slipstream.commands.serve import check_ports
 from slipstream.core.errors import ConfigError
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import ApiError, from_grpc
 from slipstream.server.request_log import JsonFormatter, RequestRecord, TextFormatter
+from slipstream.server.sampling import naming_fields_as_asked
 from slipstream.server.schemas import ChatRequest, CompletionRequest
 from slipstream.server.serve import listen
 from slipstream.server.unknown_fields import NOT_SERVED, unknown_fields, warning
@@ -164,3 +166,24 @@ def test_a_line_is_text_or_json() -> None:
 def test_completions_have_the_same_rules() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "x", "guidance": 1})
     assert unknown_fields(body, is_strict=False) == ["guidance"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ours", "theirs"),
+    [
+        ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
+        ({"max_tokens": 5}, "max_tokens", "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 5}, "logprobs", "top_logprobs"),
+        ({"logprobs": True}, "logprobs", "logprobs"),
+        ({"guided_regex": "["}, "guided_decoding_guide", "guided_regex"),
+        ({"structured_outputs": {"regex": "["}}, "guided_decoding_guide", "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "guided_decoding_guide", "response_format"),
+        ({"response_format": {"type": "text"}, "tools": [TOOL]}, "guided_decoding_guide", "tools"),
+        ({"functions": [TOOL["function"]]}, "guided_decoding_guide", "functions"),
+    ],
+)
+def test_errors_of_the_engine_name_what_the_client_sent(fields: dict[str, object], ours: str, theirs: str) -> None:
+    with pytest.raises(ApiError) as refused, naming_fields_as_asked(request(**fields)):
+        raise from_grpc(grpc.StatusCode.INVALID_ARGUMENT, f"{ours}: got 5, accepted: {ours} of another kind")
+    assert refused.value.param == theirs
+    assert refused.value.message == f"{theirs}: got 5, accepted: {ours} of another kind"
