@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from slipstream.core.config import StructuredOutputConfig
@@ -63,3 +64,20 @@ def test_what_fits_passes(guide: Guide) -> None:
 def test_text_that_is_no_json_is_no_schema() -> None:
     with pytest.raises(RequestError, match="not a usable json_schema"):
         check_grammar(Guide("json_schema", "{not json"), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "[" * 16_000),
+        ("regex", "[" * 16_000 + "\\"),
+        ("ebnf_grammar", "[" * 65_000),
+        ("ebnf_grammar", '"' + '\\"' * 32_000),
+        ("json_schema", json.dumps({"type": "string", "pattern": "[" * 120_000})),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_brackets_that_are_not_closed_cost_no_more_than_others(kind: str, text: str) -> None:
+    began = time.process_time()
+    check_grammar(Guide(kind, text), LIMITS)
+    assert time.process_time() - began < 1

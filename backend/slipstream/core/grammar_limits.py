@@ -19,8 +19,10 @@ _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 )
 _TAG_COUNTS = frozenset(("min", "max", "max_chars"))  # of a structural tag's formats
-_REGEX_LITERALS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_EBNF_LITERALS = re.compile(r"\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*", re.DOTALL)
+# what is not closed reaches to the end: looking for the end again from each bracket would be quadratic
+_CLASS = r"(?:\\(?:.|\Z)|[^\]\\])*(?:\]|\Z)"
+_REGEX_LITERALS = re.compile(rf"\\.|\[\^?\]?{_CLASS}", re.DOTALL)
+_EBNF_LITERALS = re.compile(rf"\"(?:\\(?:.|\Z)|[^\"\\])*(?:\"|\Z)|\[{_CLASS}|\#[^\n]*", re.DOTALL)
 _REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 
 
