@@ -1,5 +1,5 @@
-"""Size limits of schemas, regular expressions and grammars, checked before compilation. Any thread; standard library
-only.
+"""Size limits of schemas, regular expressions and grammars, and what of them is enforced, checked before compilation.
+Any thread; standard library only.
 
 Small but costly grammars are bounded where they are compiled and matched, by time and memory
 (engine/grammar_process.py, engine/grammar_host.py).
@@ -12,7 +12,10 @@ import re
 
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
+from slipstream.core.regex_syntax import UnenforcedError, check_regex
 from slipstream.core.sampling_params import Guide
+from slipstream.core.schema_keywords import check_schema
+from slipstream.core.tag_schemas import check_tag
 
 FIELD = "guided_decoding_guide"
 _COUNTS = frozenset(
@@ -27,17 +30,28 @@ _REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 
 
 def check_grammar(guide: Guide, limits: StructuredOutputConfig) -> None:
-    """Raises RequestError that names the guide, its size and the limit."""
+    """Raises RequestError that names the guide, its size and the limit, or what of it would not be enforced."""
     text = guide.text
     if guide.type == "regex":
         _check("characters", len(text), limits.max_regex_chars, "guided_max_regex_chars")
         _check_expression(_REGEX_LITERALS.sub("x", text), limits)
+        _check_enforced(guide.type, text)
     elif guide.type == "ebnf_grammar":
         _check("bytes", _num_bytes(text), limits.max_grammar_bytes, "guided_max_grammar_bytes")
         _check_expression(_EBNF_LITERALS.sub("x", text), limits)
     elif guide.type in ("json_schema", "structural_tag"):
         _check("bytes", _num_bytes(text), limits.max_schema_bytes, "guided_max_schema_bytes")
-        _check_schema(text, limits, guide.type)
+        schema = _parse(text, limits, guide.type)
+        _check_schema(schema, limits)
+        _check_enforced(guide.type, schema)
+
+
+def _check_enforced(kind: str, content: object) -> None:
+    check = {"regex": lambda text: check_regex(str(text), is_in_json=False), "json_schema": check_schema}
+    try:
+        check.get(kind, check_tag)(content)
+    except UnenforcedError as error:
+        raise RequestError(FIELD, f"has {error}") from error
 
 
 def _check(unit: str, value: int, limit: int, parameter: str) -> None:
@@ -66,13 +80,17 @@ def _number(digits: str) -> int:
     return int(digits[:19] or 0)  # no longer: int() refuses thousands of digits, and these are too many anyway
 
 
-def _check_schema(text: str, limits: StructuredOutputConfig, kind: str) -> None:
+def _parse(text: str, limits: StructuredOutputConfig, kind: str) -> object:
     try:
-        schema = json.loads(text)
+        parsed: object = json.loads(text)
     except ValueError as error:
         raise RequestError(FIELD, f"not a usable {kind}: {error}") from error
     except RecursionError as error:
         raise RequestError(FIELD, f"is nested too deeply, accepted: guided_max_depth={limits.max_depth}") from error
+    return parsed
+
+
+def _check_schema(schema: object, limits: StructuredOutputConfig) -> None:
     num_properties = 0
     level, depth = [schema], 0
     while level:

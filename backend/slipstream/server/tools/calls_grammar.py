@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core.regex_syntax import UnenforcedError
+from slipstream.core.schema_keywords import check_schema
 from slipstream.server.schemas import Tool
 
 
@@ -37,7 +39,7 @@ def calls_guide(form: str | ListForm, tools: list[Tool], is_forced: bool, is_one
 
 
 def _list_of_calls(form: ListForm, tools: list[Tool], is_forced: bool, is_one: bool) -> dict[str, Any]:
-    calls = [_call(tool) for tool in tools]
+    calls = [_call(tool, is_forced) for tool in tools]
     part = {"type": "tags_with_separator", "tags": calls, "separator": ", ", "at_least_one": True}
     whole = {"type": "tag", "begin": f"{form.mark}[", "content": {**part, "stop_after_first": is_one}, "end": "]"}
     if is_forced:
@@ -45,11 +47,21 @@ def _list_of_calls(form: ListForm, tools: list[Tool], is_forced: bool, is_one: b
     return {"type": "triggered_tags", "triggers": [form.mark], "tags": [whole], "stop_after_first": True}
 
 
-def _call(tool: Tool) -> dict[str, Any]:
+def _call(tool: Tool, is_forced: bool) -> dict[str, Any]:
     """One call; `name` is first, so that it can be streamed first."""
     schema: object = tool.function.parameters
     if schema is None or tool.function.strict is False:
         schema = {"type": "object"}
+    elif not is_forced and not tool.function.strict and not _is_enforced(schema):
+        schema = {"type": "object"}  # a tool that need not be called fails no request
     content = {"type": "json_schema", "json_schema": schema}
     begin = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
     return {"type": "tag", "begin": begin, "content": content, "end": "}"}
+
+
+def _is_enforced(schema: object) -> bool:
+    try:
+        check_schema(schema)
+    except UnenforcedError:
+        return False
+    return True
