@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 
 import pytest
 from slipstream.core.config import StructuredOutputConfig
@@ -79,5 +80,6 @@ def test_text_that_is_no_json_is_no_schema() -> None:
 )
 def test_brackets_that_are_not_closed_cost_no_more_than_others(kind: str, text: str) -> None:
     began = time.process_time()
-    check_grammar(Guide(kind, text), LIMITS)
+    with suppress(RequestError):
+        check_grammar(Guide(kind, text), LIMITS)
     assert time.process_time() - began < 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.grammar_limits import check_grammar
 from slipstream.core.sampling_params import Guide
+from slipstream.core.schema_keywords import DEFINITIONS, FORMATS, SELECTORS, TYPED
+from slipstream.core.schema_keywords import REFUSED as REFUSED_KEYWORDS
 from slipstream.engine.structural_tags import bounded_tag, schema_grammar
 from slipstream.server.schemas import Tool
 from slipstream.server.tools.calls_grammar import ListForm, calls_guide
@@ -134,6 +138,13 @@ def test_a_tool_fails_a_request_only_where_its_schema_is_promised(form: str | Li
         assert (UNIQUE in told) is is_refused, (is_forced, of_tool, told)
         if not is_refused:
             xgrammar.Grammar.from_structural_tag(bounded_tag(json.dumps(guide)))
+
+
+def test_the_page_names_every_keyword() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "gateway.md").read_text()
+    section = page.partition("## Schemas and expressions")[2].partition("\n## ")[0]
+    named = {word for text in re.findall(r"`([^`]*)`", section) for word in re.findall(r"[$\w-]+", text)}
+    assert not {*TYPED, *FORMATS, *SELECTORS, *REFUSED_KEYWORDS, *DEFINITIONS} - named
 
 
 def test_the_check_is_linear_and_its_messages_are_short() -> None:
