@@ -18,6 +18,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD_CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 GOOD = {"model": "llm", "prompt": "x", "max_tokens": 2}
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
+UNENFORCED = {"type": "array", "items": {"allOf": [{"type": "object"}, {"type": "object"}]}}
+LAX_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNENFORCED}}
+LAX_TOOL = {"type": "function", "function": {"name": "add", "parameters": UNENFORCED}}
 BAD_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "nonsense"}}}
 
 
@@ -90,6 +93,9 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
         (COMPLETIONS, {"guided_json": {"type": "zzz"}}, "guided_json", "guided_json: not a usable json_schema"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: got 21"),
         (CHAT, {"tools": [BAD_TOOL], "tool_choice": "required"}, "tools", "not a usable structural_tag"),
+        (CHAT, {"response_format": LAX_SCHEMA}, "response_format", "response_format: has allOf at /items/allOf, which"),
+        (CHAT, {"tools": [LAX_TOOL], "tool_choice": "required"}, "tools", "at /items/allOf, which cannot"),
+        (CHAT, {"structured_outputs": {"regex": r"\Aa"}}, "structured_outputs", r"has \A at character 0"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         (CHAT, {"stop": ["a"] * 65}, "stop", "at most 64"),
         (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias", "not in the vocabulary"),

@@ -72,6 +72,7 @@ _JSON_TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (dict, ("object",)),
     (type(None), ("null",)),
 )
+_OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties")
 _MAX_SHOWN = 200
 
 Schema = dict[str, object]
@@ -310,13 +311,29 @@ def _check_object(place: _Place) -> None:
         for pattern in patterns:
             _check_pattern(place, f"patternProperties/{escaped(pattern)}", pattern)
         _check_overlap(place, patterns, names)
+    if "minProperties" in schema:
+        _check_least(place, names)
     if "propertyNames" in schema:
         for keyword in ("properties", "patternProperties"):
             if schema.get(keyword):
                 raise place.error("propertyNames", f"beside {keyword} it is not read", "one of them")
-        for keyword in ("additionalProperties", "unevaluatedProperties"):
+        for keyword in _OTHER_PROPERTIES:
             if schema.get(keyword) is False:
                 raise place.error(keyword, "beside propertyNames it is not read", "true, or a schema of the values")
+
+
+def _check_least(place: _Place, names: Schema) -> None:
+    """Names that `properties` does not have may be repeated in one object, and then count as one."""
+    schema, required = place.schema, place.schema.get("required")
+    is_open = "patternProperties" in schema or "propertyNames" in schema
+    is_open |= any(schema.get(keyword, False) is not False for keyword in _OTHER_PROPERTIES)
+    always = (
+        {name for name in required if isinstance(name, str) and name in names} if isinstance(required, list) else ()
+    )
+    least = schema["minProperties"]
+    if is_open and isinstance(least, int | float) and least > len(always) + 1:
+        accepted = f"at most {len(always) + 1}, which is one more than are required, or properties alone"
+        raise place.error("minProperties", "a name may come twice in the answer", accepted)
 
 
 def _check_overlap(place: _Place, patterns: Schema, names: Schema) -> None:
