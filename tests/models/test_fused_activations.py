@@ -47,6 +47,8 @@ def refuse_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3"])
 def test_the_mlp_of_gemma(variant: str, quantization: str, tmp_path: Path, fused_alone: pytest.MonkeyPatch) -> None:
     """Quantised, as torch's activation between the same two products: a rounding of FP8 may fall to the other side."""
+    if DEVICE == "cuda" and quantization == "fp8":
+        pytest.skip("FP8 products on a GPU give bf16")
     checkpoint = make_checkpoint(variant, tmp_path, **SIZES)
     decoder = load_model(ModelConfig(model=str(tmp_path), device=DEVICE, quantization=quantization))
     mlp = decoder.layers[0].mlp
