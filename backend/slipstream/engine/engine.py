@@ -322,21 +322,21 @@ class Engine:
             self._structured.forget(ended)
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
-        num_left = MAX_MESSAGES
-        while self._inbox and num_left and not self.residency.is_waking:
-            finishes: list[Finish] = []
+        finishes: list[Finish] = []
+        for _ in range(MAX_MESSAGES):
+            if not self._inbox or self.residency.is_waking:
+                break
             with self._wake:
-                while self._inbox and len(finishes) < num_left and isinstance(message := self._inbox[0], Finish):
-                    finishes.append(message)
-                    self._inbox.popleft()
-                if not finishes and isinstance(message := self._inbox.popleft(), Add):
+                message = self._inbox.popleft()
+                if isinstance(message, Add):
                     self._num_arriving -= len(message.requests)
                     self._admit(message.requests, outputs)
-            num_left -= max(1, len(finishes))
-            for request, finish in ended_by(finishes, self.scheduler.live_requests):
-                output = self.scheduler.finish(request, finish.reason, finish.stop_reason)
-                if output is not None:
-                    outputs.append(output)
+                else:
+                    finishes.append(message)
+        for request, finish in ended_by(finishes, self.scheduler.live_requests):
+            output = self.scheduler.finish(request, finish.reason, finish.stop_reason)
+            if output is not None:
+                outputs.append(output)
 
     def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
         try:
