@@ -81,8 +81,13 @@ class LinearSpec:
         return sum(rows for _, rows in self.parts)
 
     @property
+    def num_weights(self) -> int:
+        """Without biases."""
+        return self.out_features * self.in_features
+
+    @property
     def num_parameters(self) -> int:
-        return self.out_features * (self.in_features + self.bias)
+        return self.num_weights + self.out_features * self.bias
 
     def rows_of(self, part: str, rows: int, parallel: Parallel) -> slice:
         """Output features of a part that a rank has."""

@@ -92,8 +92,7 @@ class Int4(QuantMethod):
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
         rows = "fp8" if self.fp8_inputs else "plain"
-        num_weights = spec.out_features * spec.in_features
-        return ops.written_out_bytes("int4", rows, spec.num_experts, num_weights, dtype)
+        return ops.written_out_bytes("int4", rows, spec.num_experts, spec.num_weights, dtype)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         self._sort_columns(weights)

@@ -97,8 +97,7 @@ class Int8(QuantMethod):
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
         rows = "int8" if self.int8_inputs else "plain"
-        num_weights = spec.out_features * spec.in_features
-        return ops.written_out_bytes("int8", rows, spec.num_experts, num_weights, dtype)
+        return ops.written_out_bytes("int8", rows, spec.num_experts, spec.num_weights, dtype)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         if not self.int8_inputs and not num_experts:

@@ -54,8 +54,7 @@ class RoundedToMXFP4(QuantMethod):
         weights["scales"][rows].copy_(scales)
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        num_weights = spec.out_features * spec.in_features
-        return ops.written_out_bytes(NAME, "plain", spec.num_experts, num_weights, dtype)
+        return ops.written_out_bytes(NAME, "plain", spec.num_experts, spec.num_weights, dtype)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         packed, scales = weights["packed"], weights["scales"]
