@@ -170,8 +170,13 @@ def limit_calls(seconds: float) -> None:
 def interface_of(address: str) -> str:
     """The network interface with an address of this machine. Raises EngineError if there is none."""
     address = address.removeprefix("::ffff:")  # of IPv4, to a socket of both
-    if ":" in address:
-        return _interface_of_ipv6(address)
+    found = _interface_of_ipv6(address) if ":" in address else _interface_of_ipv4(address)
+    if found is None:
+        raise EngineError(f"no network interface has the address {address}")
+    return found
+
+
+def _interface_of_ipv4(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -181,16 +186,16 @@ def interface_of(address: str) -> str:
                 continue  # it has no such address
             if socket.inet_ntoa(found) == address or (name == LOOPBACK and address.startswith("127.")):
                 return name
-    raise EngineError(f"no network interface has the address {address}")
+    return None
 
 
-def _interface_of_ipv6(address: str) -> str:
+def _interface_of_ipv6(address: str) -> str | None:
     """By the kernel's table: lines of 32 digits, index, prefix, scope, flags and name."""
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     for fields in map(str.split, IPV6_INTERFACES.read_text().splitlines() if IPV6_INTERFACES.exists() else ()):
         if fields[0] == digits:
             return fields[-1]
-    raise EngineError(f"no network interface has the address {address}")
+    return None
 
 
 def _bind_to(interface: str) -> None:
