@@ -6,7 +6,7 @@ Every expert has the same number of rows; or so many tokens choose their experts
 the 4-bit kernel of FP8 rows too; --kernels each kernel of 4-bit weights beside 16-bit rows, prepacked (groups of 128)
 and canonical (groups of 32). Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2,
 divided by their number: what a decode step pays. gate_up ends in silu(gate) * up, which the library does in a
-launch of its own. Rows are quantised, and for the library gathered too, before.
+launch of its own. Rows are quantised, and for the library gathered too, before. --routing times the choice of experts.
 """
 
 from __future__ import annotations
@@ -183,6 +183,15 @@ def records(
             del product
 
 
+def routing_records(models: list[str], counts: list[int]) -> Iterator[dict[str, object]]:
+    """One per model: microseconds of ops.route_experts by number of tokens."""
+    for model in models:
+        num_experts, top_k = MODELS[model][:2]
+        many = [torch.randn(count, num_experts, device="cuda", dtype=torch.bfloat16) for count in counts]
+        times = [timed([partial(ops.route_experts, logits, top_k)] * 20) for logits in many]
+        yield {"model": model, **dict(zip(map(str, counts), times))}
+
+
 def show(record: dict[str, Any]) -> str:
     """A line: times, rates of weights if all experts have rows, and how much faster 4 bits are than the fastest FP8."""
     elements = record["experts"] * record["out"] * record["in"]
@@ -211,9 +220,15 @@ def main() -> None:
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--variants", action="store_true", help="of the 4-bit kernel of FP8 rows")
     parser.add_argument("--kernels", action="store_true", help="each of 4-bit weights beside 16-bit rows")
+    parser.add_argument("--routing", action="store_true", help="of --tokens, instead of products")
     parser.add_argument("--json", type=Path, help="write the records here too")
     arguments = parser.parse_args()
     found = []
+    if arguments.routing:
+        tokens = [int(count) for count in arguments.tokens.split(",")]
+        for record in routing_records(arguments.models.split(","), tokens):
+            print(" ".join(f"{key}: {value}" for key, value in record.items()), flush=True)
+        return
     counts = [int(count) for count in arguments.rows.split(",") if count]
     counts += [-int(count) for count in arguments.tokens.split(",") if count]
     formats = frozenset(name for name in arguments.formats.split(",") if name)

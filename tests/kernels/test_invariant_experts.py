@@ -97,7 +97,7 @@ def test_a_token_is_routed_in_one_tile_whatever_their_number(
 
     monkeypatch.setattr(route_experts, "_choose_experts_kernel", Recorder())
     routing = route(logits_of(num_tokens, 60, device), 4)
-    assert tiles == [(route_experts.CHOSEN_VALUES // 64, None)]
+    assert tiles == [(route_experts.UNALIGNED_VALUES // 64, None)]
     assert sorted(routing.rows.flatten().tolist()) == list(range(4 * num_tokens))
 
 

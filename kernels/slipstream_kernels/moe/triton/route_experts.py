@@ -1,8 +1,8 @@
 """route_experts in Triton-lang.
 
-One program routes the tokens of a decode step. For more tokens, a program chooses for a few tokens, and one sorts per
-expert, which counts the pairs of the experts before it and the ranks of its own: no atomics, so the order is always the
-same, and the ids of 8,192 tokens are 64 KB.
+One program routes the few tokens of a small step. For more, a program chooses for a few tokens, and one sorts per expert,
+which counts the pairs of the experts before it and the ranks of its own: no atomics, so the order is always the same,
+and the ids of 8,192 tokens are 64 KB.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from slipstream_kernels.triton.step_kernel import step_kernel
 
 SORT_BLOCK = 1024
 LARGEST, LEAST = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAST_TOTAL)
-CHOSEN_VALUES = 2048  # logits that a program of the choice holds
-ROUTED_VALUES = 16384  # logits up to which one program does it all
+# Logits that a program of the choice holds, and of rows that are read number by number, whose sums and maxima take more
+# steps.
+CHOSEN_VALUES, UNALIGNED_VALUES = 1024, 256
+ROUTED_VALUES = 512  # logits up to which one program does it all; measured in docs/measurements/moe.md
 
 
 @triton.jit
@@ -273,18 +275,14 @@ def route_experts(
         return routing
     padded = max(2, triton.next_power_of_2(num_experts))
     tokens_padded = triton.next_power_of_2(num_tokens)
+    chosen_tokens = max(1, (UNALIGNED_VALUES if num_experts % 16 else CHOSEN_VALUES) // padded)  # of a program
     if is_invariant:  # one tile, whose threads add a token's scores in one order
-        _choose_and_sort(logits, selection_bias, routing, padded, rule, _chosen_tokens(padded))
+        _choose_and_sort(logits, selection_bias, routing, padded, rule, chosen_tokens)
     elif padded * tokens_padded <= ROUTED_VALUES:
         _route_together(logits, selection_bias, routing, padded, rule)
     else:
-        _choose_and_sort(logits, selection_bias, routing, padded, rule, min(_chosen_tokens(padded), tokens_padded))
+        _choose_and_sort(logits, selection_bias, routing, padded, rule, min(chosen_tokens, tokens_padded))
     return routing
-
-
-def _chosen_tokens(padded: int) -> int:
-    """Tokens of a program of the choice."""
-    return max(1, CHOSEN_VALUES // padded)
 
 
 def _constants(rule: RoutingRule, has_bias: bool) -> dict[str, bool | int]:
