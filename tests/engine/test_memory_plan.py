@@ -39,7 +39,7 @@ def _config(**cache: object) -> EngineConfig:
 
 
 def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
-    large = replace(deep(spec), max_position_embeddings=8192)
+    large = replace(deep(spec), max_position_embeddings=8192, vocab_size=512)
     config = replace(_config(memory_fraction=0.5), model=ModelConfig(max_model_len=8192))
     plan = plan_memory(large, config, GPU, 40 * GIB)
     assert plan.block_bytes == 2 * 32 * 8 * 128 * 2 * 16

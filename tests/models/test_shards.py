@@ -17,7 +17,7 @@ from slipstream.core.errors import ConfigError, EngineError
 from slipstream.nn.attention.latent import LatentBackend
 from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.embedding import TiedHead
+from slipstream.nn.embedding import Head, TiedHead
 from slipstream.nn.experts import Experts
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
@@ -55,6 +55,29 @@ def matrix(linear: Linear) -> torch.Tensor:
     width = linear.spec.in_features if "order" not in linear.weights or linear.spec.columns is None else 512
     weight = replace(linear.weight, bias=None)
     return ops.linear(weight.input_quant.cast(torch.eye(width)), weight)
+
+
+def rows_of(head: Head | TiedHead) -> torch.Tensor:
+    """A head's weight without the rows that pad it."""
+    assert isinstance(head, Head)
+    return head.weights["weight"][: dict(head.spec.parts)["lm_head"]]
+
+
+@pytest.mark.parametrize("size", (1, *RANKS))
+@pytest.mark.parametrize("name", ["none", "fp8-channel", "fp8-tensor-static", "int8-channel", "int8-packed", "mxfp4"])
+def test_a_head_of_any_vocabulary_is_padded(name: str, size: int) -> None:
+    """Products of 16 n rows: those behind the vocabulary are zeros."""
+    vocab_size = 389
+    spec = LinearSpec(512, (("lm_head", vocab_size),), shard="vocabulary")
+    unpadded = matrix(make(name, replace(spec, shard="none")))
+    found = []
+    for rank in range(size):
+        head = make(name, spec, Parallel(rank, size))
+        assert head.spec.out_features % 16 == 0
+        num_rows = dict(head.spec.parts)["lm_head"]
+        found.append(matrix(head)[:, :num_rows])
+        assert not matrix(head)[:, num_rows:].any()
+    assert torch.equal(torch.cat(found, dim=1), unpadded)
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -203,8 +226,7 @@ def test_the_shards_of_a_checkpoint_are_the_checkpoint(
     whole, ranks = load_rank(checkpoint, SINGLE), [load_rank(checkpoint, Parallel(rank, size)) for rank in range(size)]
     assert torch.equal(torch.cat([rank.embedding.weight for rank in ranks]), whole.embedding.weight)
     if not isinstance(whole.lm_head, TiedHead):
-        heads = [rank.lm_head.weights["weight"] for rank in ranks]
-        assert torch.equal(torch.cat(heads), whole.lm_head.weights["weight"])
+        assert torch.equal(torch.cat([rows_of(rank.lm_head) for rank in ranks]), rows_of(whole.lm_head))
     for layer, shards in zip(whole.layers, zip(*(rank.layers for rank in ranks))):
         for linear, own in zip(layer.linears(), zip(*(shard.linears() for shard in shards))):
             for key, tensor in linear.weights.items():

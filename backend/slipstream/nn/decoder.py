@@ -255,7 +255,7 @@ class Decoder:
         """All weights of this rank's stage; of a tied head none but the embedding's."""
         is_first = self.context.parallel.stage == 0
         if is_first:
-            yield from (self.embedding.weight, self.final_norm.weight)
+            yield from (self.embedding.padded, self.final_norm.weight)
         for layer in self.own_layers:
             yield from layer.tensors()
         if is_first and isinstance(self.lm_head, Linear):

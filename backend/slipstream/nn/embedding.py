@@ -25,8 +25,9 @@ class Embedding:
         self.parallel = context.parallel
         self._rows = context.parallel.vocabulary(vocab_size)
         self.num_rows = vocab_size  # of the table as it is stored
-        shape = self._rows.stop - self._rows.start, hidden_size
-        self.weight = torch.empty(shape, device=context.device, dtype=context.dtype)
+        shape = context.parallel.vocabulary_width(vocab_size), hidden_size
+        self.padded = torch.zeros(shape, device=context.device, dtype=context.dtype)  # as a tied head multiplies by it
+        self.weight = self.padded[: self._rows.stop - self._rows.start]
 
     def load(self, tensor: Tensor) -> None:
         """tensor: the whole table, of which a rank takes its rows."""
@@ -61,12 +62,15 @@ class LogitScale:
         return ops.scale_logits(logits, self.factor, self.soft_cap)
 
 
-class Head(Linear):
-    """Logits by a matrix of its own."""
+NO_SCALE = LogitScale()
 
-    def __init__(self, spec: LinearSpec, context: LayerContext, scale: LogitScale) -> None:
+
+class Head(Linear):
+    """Logits by a matrix of its own. spec: of one part, shard "vocabulary"."""
+
+    def __init__(self, spec: LinearSpec, context: LayerContext, scale: LogitScale = NO_SCALE) -> None:
         super().__init__(spec, context)
-        self._vocab_size, self._scale = spec.out_features, scale
+        self._vocab_size, self._scale = spec.out_features, scale  # without padding
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._scale(self._parallel.gather_vocabulary(super().__call__(x), self._vocab_size))
@@ -85,7 +89,7 @@ class TiedHead:
 
     def tie(self, embedding: Embedding) -> None:
         """Call once, when the table is loaded."""
-        self._weight = self._method.finish({"weight": embedding.weight})
+        self._weight = self._method.finish({"weight": embedding.padded})
         self._parallel, self._vocab_size = embedding.parallel, embedding.num_rows
 
     def __call__(self, x: Tensor) -> Tensor:

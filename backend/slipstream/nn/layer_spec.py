@@ -16,6 +16,7 @@ from slipstream.nn.kv_layout import KVLayout, LayerCache, key_value_cache, key_v
 from slipstream.nn.parallel import Parallel
 
 SOFTMAX = RoutingRule()  # renormalised
+PADDING = ""  # a part of zeros, which no checkpoint stores
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class LinearSpec:
     parts: (name, rows) of each; a part is what a checkpoint stores under a name of its own. num_experts: 0, or as many
     products of one shape, one below the other, of which an input takes some; parts are "name.expert" then.
     shard: how ranks share it: "column" (each has some output features of every part), "row" (some input features),
-    "vocabulary" (output features, the last rank fewer) or "none". unit: features that stay together, those of a head.
+    "vocabulary" (output features, the last rank fewer, then zeros as a part PADDING) or "none". unit: features that
+    stay together, those of a head.
     in_blocks: features are shared by blocks, of which ranks may have different numbers, and not by units.
     columns: of a rank's "row" shard, its first input feature and the number of all. whole: parts of a "column" shard
     that every rank has whole.
@@ -102,6 +104,10 @@ class LinearSpec:
 
     def of_rank(self, parallel: Parallel) -> LinearSpec:
         """What a rank has of it; the bias of a "row" shard is added once, by the first."""
+        if self.shard == "vocabulary":
+            ((name, size),), own = self.parts, parallel.vocabulary(self.out_features)
+            num_rows = own.stop - own.start
+            return replace(self, parts=((name, num_rows), (PADDING, parallel.vocabulary_width(size) - num_rows)))
         if parallel.size == 1 or self.shard == "none":
             return self
         if self.num_experts and parallel.splits_experts:

@@ -10,7 +10,7 @@ from slipstream_kernels.gemm.activation_quant import A
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.layer_spec import LinearSpec
+from slipstream.nn.layer_spec import PADDING, LinearSpec
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.shards import Cut
 from slipstream.nn.weight_slot import WeightSlot
@@ -24,6 +24,9 @@ class Linear:
         self.spec = spec.of_rank(context.parallel)
         self.method = context.method
         self.weights: Weights = self.method.create_weights(self.spec, context.device, context.dtype)
+        if dict(self.spec.parts).get(PADDING):
+            for tensor in self.weights.values():
+                tensor.zero_()
         self._weight: ops.LinearWeight | None = None  # as it is multiplied, once all is loaded
         self._missing = {(part, suffix) for part, suffix, slot in self.slots() if not slot.is_optional}
 

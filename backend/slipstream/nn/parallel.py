@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, EngineError
@@ -17,6 +16,9 @@ from slipstream.core.errors import ConfigError, EngineError
 T = TypeVar("T")
 # Features along which kernels step, and of most groups of 4-bit weights and blocks of scales.
 BLOCK = 128
+# Rows of a vocabulary's matrices are padded to a multiple: the library's products of other numbers take up to 5.8 times
+# as long (docs/measurements/gemm.md).
+VOCABULARY_UNIT = 16
 # The features of the rank with most of them, over those of the average: all wait for it.
 MOST_UNEVEN = 1.05
 
@@ -118,13 +120,9 @@ class Parallel:
         return partial if self.size == 1 else self._others.sum(partial)
 
     def gather_vocabulary(self, own: Tensor, size: int) -> Tensor:
-        """own: [S, rows of this rank's vocabulary] -> [S, size], the same on every rank."""
-        if self.size == 1:
-            return own
-        width = -(-size // self.size)
-        if own.shape[1] < width:
-            own = F.pad(own, (0, width - own.shape[1]))  # the last ranks may have fewer
-        return self._others.gather(own.contiguous()).transpose(0, 1).flatten(1)[:, :size].contiguous()
+        """own: [S, vocabulary_width(size)] -> [S, size], the same on every rank, without what pads the weights."""
+        whole = own if self.size == 1 else self._others.gather(own.contiguous()).transpose(0, 1).flatten(1)
+        return whole[:, :size].contiguous()
 
     def agree(self, tensor: Tensor) -> Tensor:
         """The first rank's, on every rank; may change its argument."""
@@ -174,8 +172,12 @@ class Parallel:
 
     def vocabulary(self, size: int) -> slice:
         """This rank's rows of an embedding or a head; the last ranks may have fewer."""
-        rows = -(-size // self.size)
+        rows = self.vocabulary_width(size)
         return slice(min(size, self.rank * rows), min(size, (self.rank + 1) * rows))
+
+    def vocabulary_width(self, size: int) -> int:
+        """Rows of the weight that holds them: as many on every rank, zeros behind the rank's own."""
+        return -(-size // (self.size * VOCABULARY_UNIT)) * VOCABULARY_UNIT
 
 
 FIELD = "tensor_parallel_size"

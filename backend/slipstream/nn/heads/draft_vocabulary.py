@@ -12,8 +12,11 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.embedding import Head
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
+from slipstream.nn.parallel import SINGLE
 from slipstream.nn.quant import QUANT_METHODS, QuantMethod
 
 
@@ -28,6 +31,12 @@ def vocabulary_context(context: LayerContext) -> LayerContext:
     return replace(context, method=vocabulary_method(context.computes_on, context.dtype))
 
 
+def own_vocabulary(target: Decoder, vocab_size: int) -> Head:
+    """A head's own vocabulary matrix, stored as its lm_head; whole on every rank."""
+    spec = LinearSpec(target.spec.hidden_size, (("lm_head", vocab_size),), shard="vocabulary")
+    return Head(spec, replace(vocabulary_context(target.context), parallel=SINGLE))
+
+
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
     """The model's vocabulary matrix for drafting: an FP8 copy of it, or the model's head itself, as where
     ranks share it."""
@@ -36,7 +45,7 @@ def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
     if not is_plain or context.parallel.size > 1 or context.method is QUANT_METHODS.get("none"):
         return head
     assert isinstance(head, Linear)
-    copy = Linear(target.spec.lm_head, context)
+    copy = Head(target.spec.lm_head, context)
     for _, suffix, slot in copy.slots() if context.device.type != "meta" else ():
-        slot.load(head.weights[suffix])
+        slot.load(head.weights[suffix][: slot.num_rows])
     return copy

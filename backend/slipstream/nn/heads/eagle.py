@@ -21,7 +21,7 @@ from slipstream.core.errors import ConfigError, naming
 from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.embedding import Embedding
+from slipstream.nn.embedding import Embedding, Head
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.mtp import head_context
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
@@ -122,11 +122,11 @@ class EagleHead:
         names = ("post_attention_layernorm", *(("input_layernorm", "hidden_norm", "norm") if is_third else ()))
         self.norms = {name: RMSNorm(size, spec.norm_eps, context) for name in names}
         self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding
-        self.head: Linear | None = None
+        self.head: Head | None = None
         self._shared_head = target.lm_head if is_third else draft_vocabulary(target)
         self.offsets: Tensor | None = None
         if draft_vocab_size:
-            self.head = Linear(LinearSpec(size, (("lm_head", draft_vocab_size),)), context)
+            self.head = Head(LinearSpec(size, (("lm_head", draft_vocab_size),), shard="vocabulary"), context)
             self.offsets = torch.zeros(draft_vocab_size, dtype=torch.int64, device=context.device)
 
     @classmethod
@@ -171,7 +171,7 @@ class EagleHead:
             yield from linear.weights.values()
         yield from (norm.weight for norm in self.norms.values())
         if self.embedding is not self._target.embedding:
-            yield self.embedding.weight
+            yield self.embedding.padded
         if self.offsets is not None:
             yield self.offsets
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.heads.draft_vocabulary import vocabulary_context
+from slipstream.nn.embedding import Head
+from slipstream.nn.heads.draft_vocabulary import own_vocabulary
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
-from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.linear import Linear
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "medusa_heads"
@@ -57,10 +56,9 @@ class MedusaHeads:
         make = {"device": context.device, "dtype": context.dtype}
         self.weight = torch.empty(num_layers, num_heads, size, size, **make)  # type: ignore[call-overload]
         self.bias = torch.zeros(num_layers, num_heads, 1, size, **make)  # type: ignore[call-overload]
-        self.vocabulary: list[Linear] | None = None
+        self.vocabulary: list[Head] | None = None
         if has_vocabulary:
-            spec = LinearSpec(size, (("vocabulary", target.spec.vocab_size),))
-            self.vocabulary = [Linear(spec, vocabulary_context(context)) for _ in range(num_heads)]
+            self.vocabulary = [own_vocabulary(target, target.spec.vocab_size) for _ in range(num_heads)]
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None) -> MedusaHeads:

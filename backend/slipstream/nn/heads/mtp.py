@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder, DecoderLayer
-from slipstream.nn.embedding import Embedding
+from slipstream.nn.embedding import Embedding, Head
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.kv_layout import LayerCache
@@ -97,7 +97,7 @@ class MTPModule:
         ropes = RopeTables(num_positions, context.device)
         self.layer = DecoderLayer(spec.layers[0], spec.norm_eps, ropes, of_layer)
         self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding
-        self._own_head = Linear(spec.lm_head, context) if has_head else None
+        self._own_head = Head(spec.lm_head, context) if has_head else None
         self.head = self._own_head or draft_vocabulary(target)
 
     @classmethod
@@ -129,7 +129,7 @@ class MTPModule:
         yield from self.projection.weights.values()
         yield from self.layer.tensors()
         if self.embedding is not self._target.embedding:
-            yield self.embedding.weight
+            yield self.embedding.padded
         if isinstance(self.head, Linear) and self.head is not self._target.lm_head:
             yield from self.head.weights.values()
 

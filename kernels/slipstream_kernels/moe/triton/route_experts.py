@@ -1,6 +1,6 @@
 """route_experts in Triton-lang.
 
-One program routes the few tokens of a small step. For more, a program chooses for a few tokens, and one sorts per expert,
+One program routes the tokens of a small step. For more, a program chooses for a few tokens, and one sorts per expert,
 which counts the pairs of the experts before it and the ranks of its own: no atomics, so the order is always the same,
 and the ids of 8,192 tokens are 64 KB.
 """
