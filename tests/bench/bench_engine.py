@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests/bench"))
 
 from adapters import names_of, write_adapter  # noqa: E402
 from measures import STREAMS, Measure, Prompt, Record, draw_prompts, emit, numbers, parser_of, run  # noqa: E402
-from shapes import SHAPES  # noqa: E402
+from shapes import shape_of  # noqa: E402
 from slipstream.core.config_parse import config_from_values  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
@@ -42,7 +42,7 @@ class EngineBench:
     """Our engine, stepped on this thread."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.shape = SHAPES[arguments.shape]
+        self.shape = shape_of(arguments.shape, arguments.layers)
         self.temperature = arguments.temperature
         (folder / "config.json").write_text(json.dumps(self.shape.config()))
         settings: dict[str, object] = {

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from adapters import names_of, write_adapter  # noqa: E402
 from measures import Prompt, emit, parser_of, run  # noqa: E402
-from shapes import SHAPES, LatentShape, Shape  # noqa: E402
+from shapes import LatentShape, Shape, shape_of  # noqa: E402
 
 # without these vLLM looks for a network that a benchmark machine may not have
 ENVIRONMENT = {
@@ -100,7 +100,7 @@ class VllmBench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM
 
-        self.shape = SHAPES[arguments.shape]
+        self.shape = shape_of(arguments.shape, arguments.layers)
         self.temperature = arguments.temperature
         options = engine_options(arguments, self.shape, folder)
         self.max_model_len = options["max_model_len"]

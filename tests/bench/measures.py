@@ -224,6 +224,7 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
     """Options that all engines share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="the first so many of the shape's; 0: all")
     parser.add_argument("--measure", default=measures)
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prefill-lens", type=numbers, default=[1024, 8192, 32768])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 BYTES_PER_S = 4.3e12  # of an H200's copies; an H100's are 3.0e12
 FLOPS_PER_S = {2.0: 790e12, 1.0: 1600e12}
@@ -138,6 +138,7 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+QWEN3_235B = {**QWEN3_MOE, "moe_intermediate_size": 1536}
 GEMMA3 = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
@@ -209,6 +210,9 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(
         *(2048, 48, 32, 4, 768, 151936, 1e6, 40960, 128, 128, 8), ("Qwen3MoeForCausalLM", "qwen3_moe"), QWEN3_MOE
     ),
+    "qwen3-235b-a22b": Shape(
+        *(4096, 94, 64, 4, 1536, 151936, 1e6, 40960, 128, 128, 8), ("Qwen3MoeForCausalLM", "qwen3_moe"), QWEN3_235B
+    ),
     "gemma3-12b": Shape(
         *(3840, 48, 16, 8, 15360, 262208, 1e6, 131072, 256), family=("Gemma3ForCausalLM", "gemma3_text"), extra=GEMMA3
     ),
@@ -238,6 +242,12 @@ SHAPES = {
         value_dim=256,
         q_rank=768,
     ),
+    "deepseek-v3": LatentShape(
+        *(7168, 61, 128, 128, 2048, 129280, 1e4, 163840, 128, 256, 8),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        {**V3_SLICE, "first_k_dense_replace": 3},
+        q_rank=1536,
+    ),
     "deepseek-v3-slice": LatentShape(
         *(7168, 4, 128, 128, 2048, 129280, 1e4, 163840, 128, 256, 8),
         ("DeepseekV3ForCausalLM", "deepseek_v3"),
@@ -256,3 +266,9 @@ SHAPES = {
     "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
     "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),
 }
+
+
+def shape_of(name: str, num_layers: int = 0) -> Shape:
+    """num_layers: the first so many of its layers; 0: all."""
+    shape = SHAPES[name]
+    return replace(shape, layers=min(num_layers, shape.layers)) if num_layers else shape

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measures import measure_decode
+from shapes import SHAPES
 from slipstream.worker.memory_plan import MemoryPlan, StageMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def _load():
     ],
 )
 def test_limits(shape: str, batch: int, weight_bytes: float, kv_bytes: float, tokens_per_s: int) -> None:
-    seconds = _load().SHAPES[shape].limit_s(batch, 1024, weight_bytes, kv_bytes)
+    seconds = SHAPES[shape].limit_s(batch, 1024, weight_bytes, kv_bytes)
     assert batch / seconds == pytest.approx(tokens_per_s, rel=0.01)
 
 
@@ -72,8 +73,7 @@ def test_requests_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_step_is_what_more_tokens_take() -> None:
     """By a clock of 500 ms for a prompt and 10 ms for a token."""
-    bench_engine = _load()
-    bench = SimpleNamespace(shape=bench_engine.SHAPES["demo"], max_model_len=64, pool_tokens=1000)
+    bench = SimpleNamespace(shape=SHAPES["demo"], max_model_len=64, pool_tokens=1000)
     bench.timed = lambda prompts, num_output: 0.5 + 0.01 * num_output
     asked = {"decode_short": 2, "decode_long": 5, "contexts": [8, 16], "batches": [2, 200], "decode_repeats": 3}
     asked |= {"prefix_caching": True, "most_tokens": 0, "weight_bytes": 2, "kv_bytes": 2, "memory_tb_s": 4.3}
@@ -88,7 +88,7 @@ def test_a_step_is_what_more_tokens_take() -> None:
 
 def test_a_repeat_in_which_something_was_compiled_does_not_count() -> None:
     """The third prompt, a short output, takes a second more: its step would be negative."""
-    bench = SimpleNamespace(shape=_load().SHAPES["demo"], max_model_len=64, pool_tokens=1000)
+    bench = SimpleNamespace(shape=SHAPES["demo"], max_model_len=64, pool_tokens=1000)
     taken: list[int] = []
 
     def timed(prompts: list[list[int]], num_output: int) -> float:

@@ -48,6 +48,7 @@ from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.residency import pages_without_holes
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, ProcessorContext, make_processors
 from slipstream.worker.sample.sampler import Sampler
@@ -65,7 +66,8 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
     else:
         torch.backends.cuda.preferred_blas_library("cublaslt")  # faster for 17 to 64 rows of 16 bits
     enter_device(device)
-    model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
+    with pages_without_holes(device):
+        model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     phases.join()
     finish_phase(phases, "weights", device)
     return model
