@@ -60,13 +60,18 @@ def test_experts(device, by_token, gated, backend) -> None:
     check(y, x.double(), values.view(num_experts, out_features, in_features), routing, by_token, gated, limits)
 
 
-# tokens, experts, top_k, out, in, columns: experts without rows and of several tiles, rows that end within a block
-GEMM_SHAPES = [(1, 4, 2, 32, 2880, 1), (30, 3, 2, 64, 160, 1), (45, 3, 2, 32, 544, 2)]
+# tokens, experts, top_k, out, in, variant: experts without rows and of several tiles, rows that end within a block,
+# features that end within a CTA
+NARROW, NARROW_2, WIDE = grouped_mxfp4_gemm.VARIANTS
+GEMM_SHAPES = [
+    (1, 4, 2, 32, 2880, NARROW), (30, 3, 2, 160, 160, NARROW), (45, 3, 2, 128, 544, NARROW_2),
+    (20, 3, 2, 160, 1184, WIDE), (57, 3, 2, 96, 800, WIDE),
+]  # fmt: skip
 
 
 def gemm_case(shape: tuple[int, ...], by_token: bool, device: torch.device):
     """(rows of x, weight, its numbers of each expert, routing)"""
-    torch.manual_seed(sum(shape))
+    torch.manual_seed(sum(shape[:5]))
     num_tokens, num_experts, top_k, out_features, in_features, _ = shape
     routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
     weight, values = drawn(num_experts * out_features, in_features, device, extremes=(160, 40))
@@ -78,27 +83,31 @@ def gemm_case(shape: tuple[int, ...], by_token: bool, device: torch.device):
 @pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
 def test_the_kernel_of_few_rows_thread_by_thread(shape) -> None:
     """Its device code on the CPU."""
-    by_token, columns = shape[0] != 30, shape[-1]
+    by_token, variant = shape[0] != 30, shape[-1]
     x, weight, values, routing = gemm_case(shape, by_token, torch.device("cpu"))
     out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
-    params = grouped_mxfp4_gemm.arguments(x, weight, routing, out, columns, by_token=by_token)
-    emulation.run("emulate_grouped_mxfp4.cc", grouped_mxfp4_gemm.defines(columns), params, seed=sum(shape))
+    params = grouped_mxfp4_gemm.arguments(x, weight, routing, out, variant.columns, by_token=by_token)
+    emulation.run("emulate_grouped_mxfp4.cc", grouped_mxfp4_gemm.defines(variant), params, seed=sum(shape[:5]))
     check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
 
 
-@pytest.mark.parametrize("columns", grouped_mxfp4_gemm.COLUMNS)
-def test_the_kernel_of_few_rows_compiles_without_spills(columns) -> None:
-    assert_compiles_well(grouped_mxfp4_gemm.SOURCE, grouped_mxfp4_gemm.defines(columns))
+@pytest.mark.parametrize("variant", grouped_mxfp4_gemm.VARIANTS)
+def test_the_kernel_of_few_rows_compiles_without_spills(variant) -> None:
+    assert_compiles_well(grouped_mxfp4_gemm.SOURCE, grouped_mxfp4_gemm.defines(variant))
 
 
-@pytest.mark.parametrize("columns", grouped_mxfp4_gemm.COLUMNS)
+@pytest.mark.parametrize("variant", grouped_mxfp4_gemm.VARIANTS)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("shape", [*GEMM_SHAPES, (64, 32, 4, 512, 2880, 0), (5, 128, 4, 576, 2880, 0)], ids=str)
-def test_the_kernel_of_few_rows(hopper, shape, gated, columns) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [*GEMM_SHAPES, (64, 32, 4, 512, 2880, None), (5, 128, 4, 576, 2880, None), (200, 32, 4, 576, 2880, None)],
+    ids=str,
+)
+def test_the_kernel_of_few_rows(hopper, shape, gated, variant) -> None:
     x, weight, values, routing = gemm_case(shape, gated, hopper)
-    y = grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, (columns,))
+    y = grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, variant)
     check(y, x.double(), values, routing, gated, gated, INT_MM["cuda", torch.bfloat16])
-    assert torch.equal(y, grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, (columns,)))
+    assert torch.equal(y, grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, variant))
 
 
 def test_weights_are_written_out_as_they_are(device) -> None:

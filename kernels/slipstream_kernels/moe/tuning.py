@@ -64,8 +64,8 @@ H200 = Tuning(
         ("int4", PLAIN_ROWS): (Use("dequantise_int4_16bit+grouped_mm", least_rows=96), *_GROUPED_INT4),
         ("int4", FP8_ROWS): _GROUPED_INT4_FP8,
         ("mxfp4", PLAIN_ROWS): (
-            # 128 rows an expert, 32 of 5760 x 2880: 937 us and 1246 of the kernel of few rows, whose time is by rows
-            Use("dequantise_mxfp4+grouped_mm", least_rows=96),
+            # 96 rows an expert, 32 of 5760 x 2880: 893 us and 693 of the kernel of few rows, whose time is by rows
+            Use("dequantise_mxfp4+grouped_mm", least_rows=128),
             Use("grouped_mxfp4_gemm"),
             *_GROUPED_INT4,
         ),

@@ -31,12 +31,19 @@ struct Index {
 
 struct Cta;
 
+// Of cp.async: 16 bytes of memory, or of zeros.
+struct OwnCopy {
+  char* to;
+  const char* from;
+};
+
 struct Fiber {
   void* stack_pointer = nullptr;
   std::unique_ptr<char[]> stack;
   Index thread, block;
   Cta* cta = nullptr;
   bool is_done = false;
+  std::vector<std::vector<OwnCopy>> groups = {{}};   // of copies of its own, the last one not committed
 };
 
 // What the lanes of a warp bring to an operation, and take from it.

@@ -5,6 +5,8 @@ No device value is read on the host, and the grid depends on the numbers of rows
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
@@ -20,18 +22,32 @@ from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_mxfp4_gemm.cu"
-COLUMNS = (1, 2)  # of 8 rows, of the tiles of tokens that are compiled
-FEATURES, GROUP = 32, 32  # output features of a CTA; input features that share a scale
+FEATURES, GROUP = 32, 32  # output features that go together; input features that share a scale
 
 
-def defines(columns: int) -> tuple[str, ...]:
+class Variant(NamedTuple):
+    """columns: of 8 rows, of a tile of tokens.  is_wide: CTAs of 128 output features, which read x less often, not 32.
+
+    most_rows: of likely_rows, up to which it is chosen.
+    """
+
+    columns: int
+    is_wide: bool
+    most_rows: int
+
+
+# 32 experts of 5760 x 2880, 16 | 25 rows each: 186 | 259 us with two columns, 196 | 228 of wide CTAs
+VARIANTS = (Variant(1, False, 8), Variant(2, False, 27), Variant(4, True, 1 << 30))
+
+
+def defines(variant: Variant) -> tuple[str, ...]:
     """The macros that choose a library."""
-    return (f"SLIPSTREAM_COLUMNS={columns}",)
+    return (f"SLIPSTREAM_COLUMNS={variant.columns}", f"SLIPSTREAM_WIDE={int(variant.is_wide)}")
 
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    return [defines(columns) for columns in COLUMNS]
+    return [defines(variant) for variant in VARIANTS]
 
 
 def refusal(product: Product) -> str | None:
@@ -45,16 +61,16 @@ def refusal(product: Product) -> str | None:
         return f"{weight.num_experts} experts are more than {MAX_EXPERTS}"
     if weight.out_features % FEATURES:
         return f"out_features: {weight.out_features} of an expert are not a multiple of {FEATURES}"
-    return missing(SOURCE, defines(COLUMNS[0]))
+    return missing(SOURCE, defines(VARIANTS[0]))
 
 
-def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning) -> tuple[int]:
-    """(columns,) of a tile that holds all rows of most experts.
+def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning) -> Variant:
+    """The fastest by the number of rows of most experts.
 
     sizes: numbers of tokens, of rows and of experts.  out_features, num_sms: do not matter here.
     """
     likely = likely_rows(sizes, tuning)
-    return (next((columns for columns in COLUMNS if likely <= 8 * columns), COLUMNS[-1]),)
+    return next(variant for variant in VARIANTS if likely <= variant.most_rows)
 
 
 def grouped_int4_mm(
@@ -63,19 +79,18 @@ def grouped_int4_mm(
     routing: Routing,
     by_token: bool,
     gated: bool,
-    variant: tuple[int, ...] = COLUMNS[:1],
+    variant: Variant = VARIANTS[0],
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is canonical MXFP4, x is bf16.  variant: columns of a tile.  One launch, and one
-    for silu(gate) * up if gated."""
+    """See ops.grouped_int4_mm; weight is canonical MXFP4, x is bf16.  One launch, and one for silu(gate) * up if
+    gated."""
     assert isinstance(x, torch.Tensor) and weight.is_e2m1
-    (columns,) = variant
     x = x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     out_features = weight.out_features // routing.num_experts
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=x.device)
     if routing.num_rows:
-        params = arguments(x, weight, routing, out, columns, by_token=by_token)
+        params = arguments(x, weight, routing, out, variant.columns, by_token=by_token)
         params.is_dependent = launches_dependently(x.device)
-        launch("grouped_mxfp4_gemm", load(SOURCE, defines(columns)), params, x.device)
+        launch("grouped_mxfp4_gemm", load(SOURCE, defines(variant)), params, x.device)
     return silu_mul(out) if gated else out
 
 

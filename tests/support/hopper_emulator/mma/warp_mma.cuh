@@ -95,6 +95,28 @@ inline uint32_t transpose_8x8(uint32_t pair) {
   });
 }
 
+// Done as late as the thread allows; what is there before is lost at once.
+template <int BYTES>
+void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
+  static_assert(BYTES == 16);
+  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a copy that is not of whole 16 bytes");
+  std::memset(emulator::shared(to), 0xff, 16);
+  emulator::current->groups.back().push_back({emulator::shared(to), is_valid ? static_cast<const char*>(from) : nullptr});
+}
+
+inline void commit_copies() { emulator::current->groups.emplace_back(); }
+
+template <int PENDING>
+void wait_for_copies() {
+  auto& groups = emulator::current->groups;
+  while (groups.size() > PENDING + 1) {
+    for (const emulator::OwnCopy& copy : groups.front()) {
+      copy.from == nullptr ? std::memset(copy.to, 0, 16) : std::memcpy(copy.to, copy.from, 16);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
 inline void widen_e4m3(uint32_t word, uint32_t& low, uint32_t& high) {
   uint32_t values[4];
   for (int i = 0; i < 4; ++i) {
