@@ -368,10 +368,10 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
     state_ = was_ever_up_ ? State::kDown : State::kFailed;
   }
   current_link_ = nullptr;
-  metrics_->engine_is_down();
+  show_down();
   changed_.notify_all();
   if (!was_ever_up_) return;  // the load fails and says why
-  metrics_->engine_restarts();
+  if (!services_.engines.has_successor(this)) metrics_->engine_restarts();
   log_error((setup_.num_replicas > 1 ? name_ : "model '" + setup_.model_name + "'") + ": " + reason.what());
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
@@ -380,9 +380,11 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
 bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
+  if (stop_ || services_.engines.has_successor(this)) return false;
   const bool serves_on = services_.engines.has_one_up(this);  // the model is ready, by another replica
-  const auto ticket =
-      serves_on ? nullptr : services_.reloader.reload(exit_, setup_.model_name, healthy_for, metrics_);
+  const auto ticket = serves_on ? nullptr
+                                : services_.reloader.reload(
+                                      exit_, setup_.model_name, setup_.model_version, healthy_for, metrics_);
   const auto due = Clock::now() + backoff_.next(healthy_for);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_ && !exit_->has_begun()) {

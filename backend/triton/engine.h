@@ -102,11 +102,17 @@ class Engine {
   // Its connection has ended, and nobody reads what is sent: requests go to another replica or are refused, while the
   // process still gives its memory back.
   void take_no_more() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(link_, nullptr) == nullptr) return;  // it was still loading
-    state_ = State::kDown;
-    end_for_clients_ = "has ended";
-    metrics_->engine_is_down();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (std::exchange(link_, nullptr) == nullptr) return;  // it was still loading
+      state_ = State::kDown;
+      end_for_clients_ = "has ended";
+    }
+    show_down();
+  }
+  // In the metrics, which an engine that serves in this one's place has as well.
+  void show_down() {
+    if (!services_.engines.has_successor(this)) metrics_->engine_is_down();
   }
   bool keep_house();
   bool is_given_up();

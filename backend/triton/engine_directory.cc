@@ -28,12 +28,21 @@ bool EngineDirectory::is_idle() {
   return std::all_of(engines_.begin(), engines_.end(), [](Engine* engine) { return engine->is_idle(); });
 }
 
-bool EngineDirectory::is_replaced(const Engine* engine) {
+template <typename Question>
+bool EngineDirectory::any_later(const Engine* engine, Question question) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto self = std::find(engines_.begin(), engines_.end(), engine);
-  return self != engines_.end() && std::any_of(self + 1, engines_.end(), [engine](const Engine* later) {
-           return later->was_asked() && later->is_of_model(*engine) && !later->is_replica_of(*engine);
+  return self != engines_.end() && std::any_of(self + 1, engines_.end(), [&](Engine* later) {
+           return later->is_of_model(*engine) && !later->is_replica_of(*engine) && question(*later);
          });
+}
+
+bool EngineDirectory::is_replaced(const Engine* engine) {
+  return any_later(engine, [](Engine& later) { return later.was_asked(); });
+}
+
+bool EngineDirectory::has_successor(const Engine* engine) {
+  return any_later(engine, [](Engine& later) { return later.is_up() || later.was_asked(); });
 }
 
 template <typename Question>

@@ -20,6 +20,8 @@ class EngineDirectory {
   bool is_idle();
   // Whether requests for this engine's model go to an engine that was made later, after a reload.
   bool is_replaced(const Engine* engine);
+  // Whether they do or are about to: a later engine serves.
+  bool has_successor(const Engine* engine);
 
   // Of the engines that share this one's model, itself included: whether any has a request, was ever handed one, serves.
   bool has_requests(const Engine* engine);
@@ -29,6 +31,8 @@ class EngineDirectory {
  private:
   template <typename Question>
   bool any_replica(const Engine* engine, Question question);
+  template <typename Question>
+  bool any_later(const Engine* engine, Question question);
 
   std::mutex mutex_;
   std::vector<Engine*> engines_;  // in the order in which they were made

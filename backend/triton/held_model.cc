@@ -40,21 +40,21 @@ std::string state_of(TRITONSERVER_Server* server, const std::string& name, uint6
 
 }  // namespace
 
+// The index is asked for only when the model is not ready: it reads the repository's folders.
+bool is_unloaded(TRITONSERVER_Server* server, const std::string& name, uint64_t version) {
+  if (is_ready(server, name, version)) return false;
+  const std::string state = state_of(server, name, version);
+  return state == "UNLOADING" || state == "UNAVAILABLE";
+}
+
 bool HeldModel::is_given_up(bool is_replaced) {
   if (exit_->has_begun()) return false;
-  if (!is_replaced && !is_unloaded()) {
+  if (!is_replaced && !is_unloaded(exit_->server(), name_, version_)) {
     gone_since_.reset();
     return false;
   }
   if (!gone_since_) gone_since_ = Clock::now();
   return Clock::now() - *gone_since_ >= patience_;
-}
-
-// The index is asked for only when the model is not ready: it reads the repository's folders.
-bool HeldModel::is_unloaded() const {
-  if (is_ready(exit_->server(), name_, version_)) return false;
-  const std::string state = state_of(exit_->server(), name_, version_);
-  return state == "UNLOADING" || state == "UNAVAILABLE";
 }
 
 }  // namespace slipstream

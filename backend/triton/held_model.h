@@ -15,6 +15,9 @@
 
 namespace slipstream {
 
+// Whether the server has unloaded this model, or is about to; false when it does not say.
+bool is_unloaded(TRITONSERVER_Server* server, const std::string& name, uint64_t version);
+
 class HeldModel {
  public:
   // patience: how long a model without requests has to be gone from the server.
@@ -28,7 +31,6 @@ class HeldModel {
 
  private:
   using Clock = std::chrono::steady_clock;
-  bool is_unloaded() const;
 
   const std::shared_ptr<ServerExit> exit_;
   const std::string name_;

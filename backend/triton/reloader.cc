@@ -1,7 +1,9 @@
 #include "reloader.h"
 
 #include <algorithm>
+#include <system_error>
 
+#include "held_model.h"
 #include "json_splice.h"
 #include "status.h"
 
@@ -48,79 +50,63 @@ ModelReloader::~ModelReloader() {
     stop_ = true;
   }
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  for (Worker& worker : workers_) worker.thread.join();
 }
 
 ModelReloader::Ticket ModelReloader::reload(
-    std::shared_ptr<ServerExit> exit, const std::string& model, std::chrono::steady_clock::duration healthy_for,
-    std::shared_ptr<void> keep_alive) {
+    std::shared_ptr<ServerExit> exit, const std::string& model, uint64_t version,
+    std::chrono::steady_clock::duration healthy_for, std::shared_ptr<void> keep_alive) {
   if (is_in_place_) return nullptr;
   auto ticket = std::make_shared<std::atomic<Verdict>>(Verdict::kPending);
   std::lock_guard<std::mutex> lock(mutex_);
+  join_done();
   const auto due = std::chrono::steady_clock::now() + backoffs_[model].next(healthy_for);
-  jobs_.push_back({std::move(exit), model, std::move(keep_alive), ticket, false, due});
-  if (!thread_.joinable()) thread_ = named_thread("slip-reloader", [this] { run(); });
-  changed_.notify_all();
+  auto job = std::make_shared<Job>(Job{std::move(exit), model, version, std::move(keep_alive), ticket, due});
+  Worker& worker = workers_.emplace_back();
+  try {
+    worker.thread = named_thread("slip-reloader", [this, job, &worker] {
+      run(*job);
+      job->keep_alive = nullptr;
+      worker.is_done = true;
+    });
+  } catch (const std::system_error& error) {  // no more threads: in place, then
+    log_warning(std::string("a model cannot be unloaded until its engine works again: ") + error.what());
+    workers_.pop_back();
+    *ticket = Verdict::kRefused;
+  }
   return ticket;
 }
 
-void ModelReloader::run() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
-    const auto now = std::chrono::steady_clock::now();
-    const auto ripe = std::find_if(jobs_.begin(), jobs_.end(), [now](const Job& job) {
-      return !job.is_unloaded || job.due <= now || job.exit->has_begun();
-    });
-    if (ripe == jobs_.end()) {
-      changed_.wait_for(lock, jobs_.empty() ? milliseconds(3600000) : milliseconds(100));
-      continue;
-    }
-    Job job = std::move(*ripe);
-    jobs_.erase(ripe);
-    lock.unlock();
-    advance(job);
-    lock.lock();
-    if (job.ticket != nullptr) jobs_.push_back(std::move(job));
+// Under the lock.
+void ModelReloader::join_done() {
+  workers_.remove_if([](Worker& worker) {
+    if (!worker.is_done) return false;
+    worker.thread.join();
+    return true;
+  });
+}
+
+void ModelReloader::run(Job& job) {
+  if (!unload(job)) return;
+  while (wait_until_due(job)) {
+    if (load(job)) return;
   }
 }
 
-// Unload, or load; a finished job gives its ticket up.  An unload by somebody else changes nothing that the server would
-// tell (its state and reason are those of our own unload), but a folder that was taken away does.
-void ModelReloader::advance(Job& job) {
+bool ModelReloader::unload(const Job& job) {
+  std::lock_guard<std::mutex> lock(unload_mutex_);
   if (job.exit->has_begun()) {
     *job.ticket = Verdict::kRefused;
-    job.ticket = nullptr;
-    return;
+    return false;
   }
-  if (!job.is_unloaded) {
-    if (!unload(job)) job.ticket = nullptr;
-    return;
+  if (is_unloaded(job.exit->server(), job.model, job.version)) {
+    log_info("model " + job.model + " is unloaded already and is not loaded again");
+    *job.ticket = Verdict::kUnloading;
+    return false;
   }
-  if (!is_in_repository(job.exit->server(), job.model)) {
-    log_warning("model " + job.model + " is not in the repository any more and is not loaded again");
-    job.ticket = nullptr;
-    return;
-  }
-  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.exit->server(), job.model.c_str());
-  if (error == nullptr) {
-    log_info("model " + job.model + " is loaded again");
-    job.ticket = nullptr;
-    return;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  const milliseconds delay = backoffs_[job.model].next(milliseconds(0));
-  log_error(
-      "model " + job.model + " could not be loaded again, next try in " + std::to_string(delay.count()) +
-      " ms: " + TRITONSERVER_ErrorMessage(error));
-  TRITONSERVER_ErrorDelete(error);
-  job.due = std::chrono::steady_clock::now() + delay;
-}
-
-bool ModelReloader::unload(Job& job) {
   TRITONSERVER_Error* error = TRITONSERVER_ServerUnloadModel(job.exit->server(), job.model.c_str());
   if (error == nullptr) {
     log_warning("model " + job.model + " is unloaded until its engine works again");
-    job.is_unloaded = true;
     *job.ticket = Verdict::kUnloading;
     return true;
   }
@@ -129,6 +115,38 @@ bool ModelReloader::unload(Job& job) {
       TRITONSERVER_ErrorMessage(error));
   TRITONSERVER_ErrorDelete(error);  // says nothing of other models, or of the next time: in explicit mode it may be passing
   *job.ticket = Verdict::kRefused;
+  return false;
+}
+
+// False when the server exits, or the backend ends.
+bool ModelReloader::wait_until_due(const Job& job) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_ && !job.exit->has_begun()) {
+    if (std::chrono::steady_clock::now() >= job.due) return true;
+    changed_.wait_for(lock, milliseconds(100));
+  }
+  return false;
+}
+
+// False when it is to be tried again.  An unload by somebody else meanwhile changes nothing that the server would tell
+// (its state and reason are those of our own unload), but a folder that was taken away does.
+bool ModelReloader::load(Job& job) {
+  if (!is_in_repository(job.exit->server(), job.model)) {
+    log_warning("model " + job.model + " is not in the repository any more and is not loaded again");
+    return true;
+  }
+  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.exit->server(), job.model.c_str());
+  if (error == nullptr) {
+    log_info("model " + job.model + " is loaded again");
+    return true;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  const milliseconds delay = backoffs_[job.model].next(milliseconds(0));
+  log_error(
+      "model " + job.model + " could not be loaded again, next try in " + std::to_string(delay.count()) +
+      " ms: " + TRITONSERVER_ErrorMessage(error));
+  TRITONSERVER_ErrorDelete(error);
+  job.due = std::chrono::steady_clock::now() + delay;
   return false;
 }
 

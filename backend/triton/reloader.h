@@ -2,18 +2,18 @@
 //
 // A model whose engine died is unloaded through the server, so that its ready endpoint says no, and loaded again with
 // back-off until that works.  In the other control modes the server refuses each time; the engine then restarts in place.
-// One thread for the whole backend; it never touches a model's state, only names.
+// A thread for each model that is away, as a load takes minutes; it never touches a model's state, only names.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "api.h"
 #include "server_exit.h"
@@ -39,36 +39,43 @@ class ModelReloader {
   // Told by the server's calls of the readiness hook, or by its version: unloading is not needed.
   void use_readiness_hook() { is_in_place_ = true; }
 
+  // kRefused: the engine is to be started again in place.  kUnloading: the model that it served is unloaded.
   enum class Verdict { kPending, kRefused, kUnloading };
   using Ticket = std::shared_ptr<std::atomic<Verdict>>;
   // Unload the model and load it again later, unless the server exits; keep_alive is held until then (the model's
-  // metrics).  nullptr when it is
-  // known that restarting in place is the way.
+  // metrics).  A model that is unloaded by then, by somebody else, is not loaded again.  nullptr when it is known that
+  // restarting in place is the way.
   Ticket reload(
-      std::shared_ptr<ServerExit> exit, const std::string& model, std::chrono::steady_clock::duration healthy_for,
-      std::shared_ptr<void> keep_alive);
+      std::shared_ptr<ServerExit> exit, const std::string& model, uint64_t version,
+      std::chrono::steady_clock::duration healthy_for, std::shared_ptr<void> keep_alive);
 
  private:
   struct Job {
-    std::shared_ptr<ServerExit> exit;
-    std::string model;
+    const std::shared_ptr<ServerExit> exit;
+    const std::string model;
+    const uint64_t version;
     std::shared_ptr<void> keep_alive;
-    Ticket ticket;
-    bool is_unloaded = false;
+    const Ticket ticket;
     std::chrono::steady_clock::time_point due;
   };
+  struct Worker {
+    std::thread thread;
+    std::atomic<bool> is_done{false};
+  };
 
-  void run();
-  void advance(Job& job);
-  bool unload(Job& job);
+  void join_done();
+  void run(Job& job);
+  bool unload(const Job& job);
+  bool wait_until_due(const Job& job);
+  bool load(Job& job);
 
   std::atomic<bool> is_in_place_{false};
-  std::mutex mutex_;
+  std::mutex unload_mutex_;  // so that of two replicas' jobs the second finds the model unloaded
+  std::mutex mutex_;         // of what follows
   std::condition_variable changed_;
   bool stop_ = false;
-  std::vector<Job> jobs_;
   std::map<std::string, Backoff> backoffs_;
-  std::thread thread_;
+  std::list<Worker> workers_;
 };
 
 }  // namespace slipstream

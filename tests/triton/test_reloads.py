@@ -1,0 +1,99 @@
+"""Models that are unloaded and loaded again when their engine dies: which ones are, and which must not be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_backend import add_model
+from grpc_stream import GrpcStream
+from patience import wait_until
+from processes import pids_of
+from sse_client import stream_many
+from triton_server import TritonServer
+
+UP = 'slipstream_engine_up{model="llm",version="1"}'
+RESTARTS = 'slipstream_engine_restarts_total{model="llm",version="1"}'
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    add_model(folder, "llm", {"step_ms": "5"})
+    add_model(folder, "slow", {"slow_file": str(folder / "is_slow")})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(fake_backend_dir: Path, repository: Path) -> Iterator[TritonServer]:
+    with TritonServer(repository, fake_backend_dir, control_mode="explicit") as started:
+        yield started
+
+
+@pytest.fixture
+def loaded(server: TritonServer) -> Iterator[TritonServer]:
+    """With the model llm and its one engine."""
+    wait_until(lambda: not pids_of(server.pid), "the engines of other tests to end")
+    assert server.load("llm")[0] == 200
+    yield server
+    assert server.unload("llm")[0] == 200
+
+
+def crash(server: TritonServer, model: str) -> None:
+    [stream] = stream_many(server.http_url, model, [{"text_input": json.dumps({"tokens": 1, "then": "crash"})}])
+    assert stream.errors()
+
+
+@pytest.mark.parametrize("fault", ["crash", "garbage", "linger"])
+def test_a_model_whose_engine_dies_after_its_unload_stays_unloaded(loaded: TritonServer, fault: str) -> None:
+    num_loads = loaded.log.count("successfully loaded 'llm'")
+    with GrpcStream(loaded.grpc_url) as stream:
+        stream.send("llm", {"tokens": 100, "then": fault})
+        stream.wait(num_texts=1)
+        assert loaded.unload("llm")[0] == 200
+        stream.wait(num_ends=1)
+        assert len(stream.errors) == 1
+    loaded.wait_until(lambda: UP not in loaded.metrics(), "the model to end")
+    assert not loaded.is_model_ready("llm") and not pids_of(loaded.pid)
+    assert loaded.log.count("successfully loaded 'llm'") == num_loads
+    assert "model llm is unloaded until its engine works again" not in loaded.log
+
+
+def test_an_engine_that_another_has_replaced_takes_nothing_away_when_it_dies(loaded: TritonServer) -> None:
+    with GrpcStream(loaded.grpc_url) as stream:  # which keeps the model of its first request
+        stream.send("llm", {"tokens": 1})
+        stream.wait(num_ends=1)
+        [held] = pids_of(loaded.pid)
+        assert loaded.unload("llm")[0] == 200 and loaded.load("llm")[0] == 200
+        before = loaded.metrics()[RESTARTS]
+        num_deaths = loaded.log.count("was killed by signal 9")
+        os.kill(held, signal.SIGKILL)
+        loaded.wait_until(lambda: loaded.log.count("was killed by signal 9") > num_deaths, "its end to be seen")
+        [serving] = pids_of(loaded.pid)
+        for _ in range(20):  # a second, twice as long as a model is unloaded for
+            stream.send("llm", {"tokens": 10})
+            stream.wait(num_ends=stream.num_finals + 1)
+        assert not stream.errors and pids_of(loaded.pid) == {serving}
+        samples = loaded.metrics()
+        assert (samples[UP], samples[RESTARTS]) == (1, before), "those are of the engine that serves"
+
+
+def test_a_model_that_loads_for_long_holds_no_other_up(loaded: TritonServer, repository: Path) -> None:
+    flag = repository / "is_slow"
+    assert loaded.load("slow")[0] == 200
+    flag.touch()
+    try:
+        crash(loaded, "slow")
+        loaded.wait_until(lambda: loaded.log.count("serving slow version 1") == 2, "the load that takes long")
+        crash(loaded, "llm")
+        loaded.wait_until(lambda: not loaded.is_model_ready("llm"), "llm to be unloaded")
+        loaded.wait_model_ready("llm")
+        assert not loaded.is_model_ready("slow")
+    finally:
+        flag.unlink()
+    loaded.wait_model_ready("slow")
+    assert loaded.unload("slow")[0] == 200
