@@ -381,7 +381,7 @@ bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
   if (stop_ || services_.engines.has_successor(this)) return false;
-  const bool serves_on = services_.engines.has_one_up(this);  // the model is ready, by another replica
+  const bool serves_on = services_.engines.serves_on(this);  // the model is ready, by another engine
   const auto ticket = serves_on ? nullptr
                                 : services_.reloader.reload(
                                       exit_, setup_.model_name, setup_.model_version, healthy_for, metrics_);

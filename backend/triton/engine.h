@@ -78,6 +78,9 @@ class Engine {
   bool is_of_model(const Engine& other) const {
     return setup_.model_name == other.setup_.model_name && setup_.model_version == other.setup_.model_version;
   }
+  bool is_of_other_version(const Engine& other) const {
+    return setup_.model_name == other.setup_.model_name && setup_.model_version != other.setup_.model_version;
+  }
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 

@@ -61,8 +61,12 @@ bool EngineDirectory::was_asked(const Engine* engine) {
   return any_replica(engine, [](Engine& replica) { return replica.was_asked(); });
 }
 
-bool EngineDirectory::has_one_up(const Engine* engine) {
-  return any_replica(engine, [](Engine& replica) { return replica.is_up(); });
+bool EngineDirectory::serves_on(const Engine* engine) {
+  if (any_replica(engine, [](Engine& replica) { return replica.is_up(); })) return true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(engines_.begin(), engines_.end(), [engine](Engine* other) {
+    return other->is_of_other_version(*engine) && other->is_up();
+  });
 }
 
 }  // namespace slipstream

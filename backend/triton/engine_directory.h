@@ -23,10 +23,12 @@ class EngineDirectory {
   // Whether they do or are about to: a later engine serves.
   bool has_successor(const Engine* engine);
 
-  // Of the engines that share this one's model, itself included: whether any has a request, was ever handed one, serves.
+  // Of the engines that share this one's model, itself included: whether any has a request, was ever handed one.
   bool has_requests(const Engine* engine);
   bool was_asked(const Engine* engine);
-  bool has_one_up(const Engine* engine);
+  // Whether one of these serves, or one of another version of the model: an unload, which is of all versions, would end
+  // that one too.
+  bool serves_on(const Engine* engine);
 
  private:
   template <typename Question>

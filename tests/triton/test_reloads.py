@@ -24,6 +24,8 @@ RESTARTS = 'slipstream_engine_restarts_total{model="llm",version="1"}'
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     add_model(folder, "llm", {"step_ms": "5"})
+    versions = add_model(folder, "versions", {"step_ms": "5"}, "version_policy { all { } }\n")
+    (versions / "2").mkdir()
     add_model(folder, "slow", {"slow_file": str(folder / "is_slow")})
     return folder
 
@@ -97,3 +99,19 @@ def test_a_model_that_loads_for_long_holds_no_other_up(loaded: TritonServer, rep
         flag.unlink()
     loaded.wait_model_ready("slow")
     assert loaded.unload("slow")[0] == 200
+
+
+def test_a_version_serves_on_while_the_engine_of_another_restarts(loaded: TritonServer) -> None:
+    assert loaded.load("versions")[0] == 200
+    with GrpcStream(loaded.grpc_url) as stream:
+        stream.send("versions", {"tokens": 2, "then": "crash"}, model_version="1")
+        stream.wait(num_ends=1)
+        ups = {version: UP.replace("llm", "versions").replace('"1"', f'"{version}"') for version in (1, 2)}
+        while loaded.metrics()[ups[1]] == 0:
+            assert loaded.is_model_ready("versions/versions/2")
+            stream.send("versions", "served on", model_version="2")
+            stream.wait(num_ends=len(stream.errors) + stream.num_finals + 1)
+        assert len(stream.errors) == 1 and stream.num_finals > 0
+        stream.send("versions", "back", model_version="1")
+        stream.wait(num_texts=len(stream.texts) + 1)
+    assert loaded.unload("versions")[0] == 200
