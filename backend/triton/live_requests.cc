@@ -14,11 +14,11 @@ constexpr auto kWatchCost = std::chrono::microseconds(50);  // of the period per
 constexpr size_t kWatchSlice = 32;                          // looks per hold of the lock that the reader needs
 constexpr auto kCancelGrace = std::chrono::seconds(5);
 
-// Copy the engine's tensors into a new response and send it.
-void send_content(
+// Copy the engine's tensors into a new response and send it.  False when an error went out instead, or nothing.
+bool send_content(
     TRITONBACKEND_ResponseFactory* factory, const ResponseView& response, const std::vector<OutputSpec>& outputs) {
   TRITONBACKEND_Response* message = nullptr;
-  if (!log_if_failed(TRITONBACKEND_ResponseNewFromFactory(&message, factory), "cannot make a response")) return;
+  if (!log_if_failed(TRITONBACKEND_ResponseNewFromFactory(&message, factory), "cannot make a response")) return false;
   TRITONSERVER_Error* error = nullptr;
   for (const ResponseView::Output& output : response.outputs) {
     const OutputSpec& spec = outputs[output.index];
@@ -37,8 +37,10 @@ void send_content(
     if (!output.data.empty()) std::memcpy(buffer, output.data.data(), output.data.size());
   }
   const uint32_t flags = response.is_final() ? TRITONSERVER_RESPONSE_COMPLETE_FINAL : 0;
-  log_if_failed(TRITONBACKEND_ResponseSend(message, flags, error), "cannot send a response");
-  if (error != nullptr) TRITONSERVER_ErrorDelete(error);
+  const bool is_sent = log_if_failed(TRITONBACKEND_ResponseSend(message, flags, error), "cannot send a response");
+  if (error == nullptr) return is_sent;
+  TRITONSERVER_ErrorDelete(error);  // a client's own region for the tensor that is too small, say
+  return false;
 }
 
 }  // namespace
@@ -80,18 +82,19 @@ void LiveRequests::respond(const ResponseView& response, const std::vector<Outpu
   if (request->broadcast != nullptr && !is_broadcast_over(*request, response)) return;
   const uint64_t answered_ns = response.is_final() ? monotonic_ns() : 0;
   const bool is_error = (response.flags & kFlagError) != 0;
+  bool is_success = !is_error;
   pacer_.before_send();
   if (is_error) {
     const auto code = static_cast<TRITONSERVER_Error_Code>(response.error_code);
     send_error(request->factory, code, std::string(response.error_message), response.is_final());
   } else if ((response.flags & kFlagEmpty) == 0) {
-    send_content(request->factory, response, outputs);
+    is_success = send_content(request->factory, response, outputs);
   } else if (response.is_final()) {
     log_if_failed(
         TRITONBACKEND_ResponseFactorySendFlags(request->factory, TRITONSERVER_RESPONSE_COMPLETE_FINAL),
         "cannot end a request");
   }
-  if (response.is_final()) request->close(!is_error, answered_ns);
+  if (response.is_final()) request->close(is_success, answered_ns);
 }
 
 // Whether this response is the answer to a request that other replicas have as well.  An error is answered here.
