@@ -75,7 +75,12 @@ EngineProcess::EngineProcess(const std::vector<std::string>& argv, std::string l
   arguments.push_back(nullptr);
   int output[2];
   const int null_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-  if (null_fd < 0 || pipe2(output, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
+  if (null_fd < 0) throw std::system_error(errno, std::generic_category(), "/dev/null");
+  if (pipe2(output, O_CLOEXEC) != 0) {
+    const int pipe_errno = errno;
+    close(null_fd);
+    throw std::system_error(pipe_errno, std::generic_category(), "pipe");
+  }
   stop_ignoring_children();
   const pid_t server = getpid();
   pid_ = fork();

@@ -20,8 +20,11 @@ namespace {
 constexpr size_t kReceiveBytes = 1 << 20;
 constexpr size_t kMaxCandidates = 16;
 
-[[noreturn]] void fail(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
+// to_close: a descriptor that nobody else would close; -1 for none.
+[[noreturn]] void fail(const char* what, int to_close = -1) {
+  const std::system_error error(errno, std::generic_category(), what);
+  if (to_close >= 0) close(to_close);
+  throw error;
 }
 
 std::string random_bytes(size_t count) {
@@ -56,7 +59,7 @@ EngineListener::EngineListener() : path_("@slipstream-" + to_hex(random_bytes(8)
   const socklen_t size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path_.size());
   fd_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd_ < 0 || bind(fd_, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(fd_, 64) != 0) {
-    fail(path_.c_str());
+    fail(path_.c_str(), fd_);
   }
 }
 
@@ -92,6 +95,7 @@ int EngineListener::accept_engine(const std::function<bool()>& keep_waiting) {
 
 void EngineListener::add_candidate() {
   const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE)) fail("accept");  // waiting would not wait: it stays to be accepted
   if (fd < 0) return;
   if (!is_of_our_user(fd)) {
     log_warning("closed a connection to " + path_ + " of another user");
@@ -124,7 +128,7 @@ EngineListener::Verdict EngineListener::examine(Candidate& candidate) {
 }
 
 EngineLink::EngineLink(int fd) : fd_(fd), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), buffer_(kReceiveBytes) {
-  if (wake_fd_ < 0) fail("eventfd");
+  if (wake_fd_ < 0) fail("eventfd", fd_);
   const int bytes = 4 << 20;
   setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
 }

@@ -25,8 +25,8 @@ class EngineListener {
   std::string token_hex() const;
 
   // The socket of the engine: the first connection of our own user whose HELLO carries the token; any other is closed.
-  // -1 once
-  // keep_waiting() is false, which is asked at least every 50 ms.
+  // -1 once keep_waiting() is false, which is asked at least every 50 ms.  Throws std::system_error when the process has
+  // no descriptor left for a connection.
   int accept_engine(const std::function<bool()>& keep_waiting);
 
  private:
@@ -45,7 +45,7 @@ class EngineListener {
 
 class EngineLink {
  public:
-  explicit EngineLink(int fd);
+  explicit EngineLink(int fd);  // takes it over, also when it throws std::system_error
   ~EngineLink();
   EngineLink(const EngineLink&) = delete;
 
