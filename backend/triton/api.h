@@ -97,6 +97,9 @@ TritonStatus TRITONSERVER_ServerModelIsReady(
 TritonStatus TRITONSERVER_ServerModelIndex(
     TRITONSERVER_Server* server, uint32_t flags, TRITONSERVER_Message** model_index);
 TritonStatus TRITONSERVER_ServerLoadModel(TRITONSERVER_Server* server, const char* model_name);
+TritonStatus TRITONSERVER_ServerLoadModelWithParameters(
+    TRITONSERVER_Server* server, const char* model_name, const TRITONSERVER_Parameter** parameters,
+    const uint64_t parameter_count);
 TritonStatus TRITONSERVER_ServerUnloadModel(TRITONSERVER_Server* server, const char* model_name);
 TritonStatus TRITONSERVER_MetricFamilyNew(
     TRITONSERVER_MetricFamily** family, const TRITONSERVER_MetricKind kind, const char* name, const char* description);

@@ -381,10 +381,11 @@ bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
   if (stop_ || services_.engines.has_successor(this)) return false;
-  const bool serves_on = services_.engines.serves_on(this);  // the model is ready, by another engine
-  const auto ticket = serves_on ? nullptr
-                                : services_.reloader.reload(
-                                      exit_, setup_.model_name, setup_.model_version, healthy_for, metrics_);
+  const EngineSetup& own = setup_;
+  const bool is_in_place = is_of_load_request() || services_.engines.serves_on(this);  // ready, by another engine
+  const auto ticket = is_in_place ? nullptr
+                                  : services_.reloader.reload(
+                                        exit_, own.model_name, own.model_version, own.given, healthy_for, metrics_);
   const auto due = Clock::now() + backoff_.next(healthy_for);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_ && !exit_->has_begun()) {

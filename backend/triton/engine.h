@@ -45,6 +45,7 @@ struct EngineSetup {
   uint64_t model_version;
   std::string model_dir;
   std::string config_json;
+  GivenConfig given;  // what config_json was completed from
   std::chrono::milliseconds drain_timeout;  // what running requests have when the model or the server ends
   TRITONSERVER_Server* server;
   int replica = 0, num_replicas = 1;    // this one's number, and how many engines the model has
@@ -80,6 +81,10 @@ class Engine {
   }
   bool is_of_other_version(const Engine& other) const {
     return setup_.model_name == other.setup_.model_name && setup_.model_version != other.setup_.model_version;
+  }
+  // Whether its files are those of a load request: the server keeps them only as long as it has the model.
+  bool is_of_load_request() const {
+    return setup_.model_dir.substr(setup_.model_dir.rfind('/') + 1) != setup_.model_name;
   }
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();

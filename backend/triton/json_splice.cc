@@ -1,5 +1,6 @@
 #include "json_splice.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace slipstream {
@@ -56,8 +57,9 @@ struct Members {
   bool any = false;
 };
 
-Members scan(std::string_view text, std::string_view key) {
-  Members found;
+// Calls visit(name, begin, end of the value) for each member.  Returns the position of the object's '}'.
+template <typename Visit>
+size_t scan_members(std::string_view text, Visit visit) {
   size_t at = skip_space(text, 0);
   if (at >= text.size() || text[at] != '{') fail("'{'");
   at = skip_space(text, at + 1);
@@ -69,16 +71,22 @@ Members scan(std::string_view text, std::string_view key) {
     if (at >= text.size() || text[at] != ':') fail("':'");
     const size_t begin = skip_space(text, at + 1);
     const size_t end = skip_value(text, begin);
-    found.any = true;
-    if (name == key) {
-      found.value_begin = begin;
-      found.value_end = end;
-    }
+    visit(name, begin, end);
     at = skip_space(text, end);
     if (at < text.size() && text[at] == ',') at = skip_space(text, at + 1);
   }
   if (at >= text.size()) fail("'}'");
-  found.close = at;
+  return at;
+}
+
+Members scan(std::string_view text, std::string_view key) {
+  Members found;
+  found.close = scan_members(text, [&](std::string_view name, size_t begin, size_t end) {
+    found.any = true;
+    if (name != key) return;
+    found.value_begin = begin;
+    found.value_end = end;
+  });
   return found;
 }
 
@@ -142,6 +150,23 @@ std::vector<std::string_view> json_elements(std::string_view raw) {
   }
   if (at >= raw.size()) fail("']'");
   return elements;
+}
+
+std::string json_sorted(std::string_view raw) {
+  std::vector<std::string> parts;
+  if (raw.substr(0, 1) == "[") {
+    for (const std::string_view element : json_elements(raw)) parts.push_back(json_sorted(element));
+  } else if (raw.substr(0, 1) == "{") {
+    scan_members(raw, [&](std::string_view name, size_t begin, size_t end) {
+      parts.push_back("\"" + std::string(name) + "\":" + json_sorted(raw.substr(begin, end - begin)));
+    });
+    std::sort(parts.begin(), parts.end());
+  } else {
+    return std::string(raw);
+  }
+  std::string joined(1, raw.front());
+  for (const std::string& part : parts) joined += joined.size() == 1 ? part : "," + part;
+  return joined + (raw.front() == '[' ? ']' : '}');
 }
 
 std::string json_with_member(std::string_view object, std::string_view key, std::string_view value) {

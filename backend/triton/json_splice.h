@@ -21,6 +21,10 @@ std::optional<std::string_view> json_path(std::string_view object, std::initiali
 // The raw elements of a list.  Throws std::runtime_error when raw is no list.
 std::vector<std::string_view> json_elements(std::string_view raw);
 
+// A value that begins at once, without white space between its parts and with the members of each object in one order:
+// equal for equal configs, of which the server writes some members in any order.
+std::string json_sorted(std::string_view raw);
+
 // `object` with the member set to the raw JSON `value`, replaced in place or appended.
 std::string json_with_member(std::string_view object, std::string_view key, std::string_view value);
 

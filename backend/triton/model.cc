@@ -32,11 +32,17 @@ void write_config(TRITONBACKEND_Model* model, const std::string& config) {
   check(error);
 }
 
+// "" when there is none.
+std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  return file ? std::string(std::istreambuf_iterator<char>(file), {}) : "";
+}
+
 std::string read_contract(const std::string& directory) {
   const std::string path = directory + "/contract.json";
-  std::ifstream file(path);
-  if (!file) throw BackendError(TRITONSERVER_ERROR_INTERNAL, path + " cannot be read: the install is incomplete");
-  return std::string(std::istreambuf_iterator<char>(file), {});
+  const std::string contract = read_file(path);
+  if (!contract.empty()) return contract;
+  throw BackendError(TRITONSERVER_ERROR_INTERNAL, path + " cannot be read: the install is incomplete");
 }
 
 // The parameters that this side acts upon; the engine has the defaults in core/config.py and refuses a bad value.
@@ -97,13 +103,7 @@ int count_replicas(const std::string& config) {
 }
 
 Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.services.engines) {
-  bool auto_complete = false;
-  check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
-  if (auto_complete) write_config(model, complete_config(read_config(model), read_contract(backend.directory)));
-
   EngineSetup setup;
-  setup.config_json = read_config(model);
-  const int num_replicas = count_replicas(setup.config_json);
   const char* text;
   TRITONBACKEND_ArtifactType artifact;
   setup.launcher = backend.directory + "/slipstream-engine";
@@ -113,6 +113,15 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
   check(TRITONBACKEND_ModelRepository(model, &artifact, &text));
   setup.model_dir = text;
   check(TRITONBACKEND_ModelServer(model, &setup.server));
+
+  const std::string given = read_config(model);
+  setup.given = {json_sorted(given), read_file(setup.model_dir + "/config.pbtxt")};
+  backend.services.reloader.check_load(setup.model_name, setup.given);
+  bool auto_complete = false;
+  check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
+  if (auto_complete) write_config(model, complete_config(given, read_contract(backend.directory)));
+  setup.config_json = read_config(model);
+  const int num_replicas = count_replicas(setup.config_json);
   setup.drain_timeout = drain_timeout(setup.config_json);
   const size_t slack = load_slack(setup.config_json);
   replicas_ = std::make_unique<Replicas>(setup, num_replicas, slack, backend.services);

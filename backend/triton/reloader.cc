@@ -54,14 +54,14 @@ ModelReloader::~ModelReloader() {
 }
 
 ModelReloader::Ticket ModelReloader::reload(
-    std::shared_ptr<ServerExit> exit, const std::string& model, uint64_t version,
+    std::shared_ptr<ServerExit> exit, const std::string& model, uint64_t version, const GivenConfig& given,
     std::chrono::steady_clock::duration healthy_for, std::shared_ptr<void> keep_alive) {
   if (is_in_place_) return nullptr;
   auto ticket = std::make_shared<std::atomic<Verdict>>(Verdict::kPending);
   std::lock_guard<std::mutex> lock(mutex_);
   join_done();
   const auto due = std::chrono::steady_clock::now() + backoffs_[model].next(healthy_for);
-  auto job = std::make_shared<Job>(Job{std::move(exit), model, version, std::move(keep_alive), ticket, due});
+  auto job = std::make_shared<Job>(Job{std::move(exit), model, version, given, std::move(keep_alive), ticket, due});
   Worker& worker = workers_.emplace_back();
   try {
     worker.thread = named_thread("slip-reloader", [this, job, &worker] {
@@ -135,7 +135,7 @@ bool ModelReloader::load(Job& job) {
     log_warning("model " + job.model + " is not in the repository any more and is not loaded again");
     return true;
   }
-  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.exit->server(), job.model.c_str());
+  TRITONSERVER_Error* error = load_as_given(job);
   if (error == nullptr) {
     log_info("model " + job.model + " is loaded again");
     return true;
@@ -148,6 +148,40 @@ bool ModelReloader::load(Job& job) {
   TRITONSERVER_ErrorDelete(error);
   job.due = std::chrono::steady_clock::now() + delay;
   return false;
+}
+
+void ModelReloader::check_load(const std::string& model, const GivenConfig& by_file) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto load = loads_.find(model);
+  if (load == loads_.end() || !load->second.given->is_overridden(by_file)) return;
+  load->second.is_overridden = true;
+  throw BackendError(
+      TRITONSERVER_ERROR_UNAVAILABLE, "it was loaded with another config than config.pbtxt, and is again in a moment");
+}
+
+// The server does not tell whether a load request had a config of its own.  So the file's is tried first: what differs
+// from what the model had is not the file's, or the file has changed and counts.
+TRITONSERVER_Error* ModelReloader::load_as_given(const Job& job) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    loads_[job.model] = Load{&job.given};
+  }
+  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.exit->server(), job.model.c_str());
+  bool is_overridden;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_overridden = loads_[job.model].is_overridden;
+    loads_.erase(job.model);
+  }
+  if (error == nullptr || !is_overridden) return error;
+  TRITONSERVER_ErrorDelete(error);
+  log_info("model " + job.model + " is loaded again with the config of its load request");
+  TRITONSERVER_Parameter* parameter =
+      TRITONSERVER_ParameterNew("config", TRITONSERVER_PARAMETER_STRING, job.given.json.c_str());
+  const TRITONSERVER_Parameter* parameters[] = {parameter};
+  error = TRITONSERVER_ServerLoadModelWithParameters(job.exit->server(), job.model.c_str(), parameters, 1);
+  TRITONSERVER_ParameterDelete(parameter);
+  return error;
 }
 
 }  // namespace slipstream

@@ -31,6 +31,15 @@ class Backoff {
   std::chrono::milliseconds delay_{0};
 };
 
+// What a model was loaded with.
+struct GivenConfig {
+  std::string json;  // json_sorted(), before the contract completes it
+  std::string file;  // the text of its config.pbtxt; "" without one
+
+  // Whether a load from the file gives something else though the file is the same: the load request had a `config`.
+  bool is_overridden(const GivenConfig& by_file) const { return file == by_file.file && json != by_file.json; }
+};
+
 class ModelReloader {
  public:
   ModelReloader() = default;
@@ -42,21 +51,30 @@ class ModelReloader {
   // kRefused: the engine is to be started again in place.  kUnloading: the model that it served is unloaded.
   enum class Verdict { kPending, kRefused, kUnloading };
   using Ticket = std::shared_ptr<std::atomic<Verdict>>;
-  // Unload the model and load it again later, unless the server exits; keep_alive is held until then (the model's
-  // metrics).  A model that is unloaded by then, by somebody else, is not loaded again.  nullptr when it is known that
+  // Unload the model and load it again later as it was given, unless the server exits; keep_alive is held until then (the
+  // model's metrics).  A model that is unloaded by then, by somebody else, is not loaded again.  nullptr when it is known that
   // restarting in place is the way.
   Ticket reload(
       std::shared_ptr<ServerExit> exit, const std::string& model, uint64_t version,
-      std::chrono::steady_clock::duration healthy_for, std::shared_ptr<void> keep_alive);
+      const GivenConfig& given, std::chrono::steady_clock::duration healthy_for, std::shared_ptr<void> keep_alive);
+
+  // Asked at each load, before any engine starts.  Throws BackendError when it is the reloader that loads the model, and
+  // the model was given another configuration than that of the file: the reloader loads it with that one then.
+  void check_load(const std::string& model, const GivenConfig& by_file);
 
  private:
   struct Job {
     const std::shared_ptr<ServerExit> exit;
     const std::string model;
     const uint64_t version;
+    const GivenConfig given;
     std::shared_ptr<void> keep_alive;
     const Ticket ticket;
     std::chrono::steady_clock::time_point due;
+  };
+  struct Load {  // under way, of a model
+    const GivenConfig* given;
+    bool is_overridden = false;
   };
   struct Worker {
     std::thread thread;
@@ -68,6 +86,7 @@ class ModelReloader {
   bool unload(const Job& job);
   bool wait_until_due(const Job& job);
   bool load(Job& job);
+  TRITONSERVER_Error* load_as_given(const Job& job);
 
   std::atomic<bool> is_in_place_{false};
   std::mutex unload_mutex_;  // so that of two replicas' jobs the second finds the model unloaded
@@ -75,6 +94,7 @@ class ModelReloader {
   std::condition_variable changed_;
   bool stop_ = false;
   std::map<std::string, Backoff> backoffs_;
+  std::map<std::string, Load> loads_;  // by the reloader
   std::list<Worker> workers_;
 };
 

@@ -123,6 +123,10 @@ Error TRITONSERVER_ServerModelIndex(TRITONSERVER_Server*, uint32_t, TRITONSERVER
 Error TRITONSERVER_ServerLoadModel(TRITONSERVER_Server*, const char*) {
   return refused("no explicit control");
 }
+Error TRITONSERVER_ServerLoadModelWithParameters(
+    TRITONSERVER_Server*, const char*, const TRITONSERVER_Parameter**, const uint64_t) {
+  return refused("no explicit control");
+}
 Error TRITONSERVER_ServerUnloadModel(TRITONSERVER_Server*, const char*) {
   return refused("no explicit control");
 }

@@ -36,6 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   try {
     json_string(text);
     json_elements(text);
+    json_sorted(text);
   } catch (const std::runtime_error&) {
   }
   json_is_empty(text);

@@ -101,6 +101,53 @@ def test_a_model_that_loads_for_long_holds_no_other_up(loaded: TritonServer, rep
     assert loaded.unload("slow")[0] == 200
 
 
+def load_with(server: TritonServer, name: str, step_ms: int, **files: str) -> None:
+    """As a load request with a config of its own, and files."""
+    parameters = {"fake": {"string_value": "1"}, "step_ms": {"string_value": str(step_ms)}}
+    config = json.dumps({"name": name, "backend": "slipstream", "parameters": parameters})
+    body = {"parameters": {"config": config, **{f"file:{path}": text for path, text in files.items()}}}
+    assert server.post(f"/v2/repository/models/{name}/load", body)[0] == 200
+
+
+def step_ms_of(server: TritonServer, name: str) -> str:
+    config = json.loads(server.get(f"/v2/models/{name}/config")[1])
+    return config["parameters"]["step_ms"]["string_value"]
+
+
+def restart(server: TritonServer, name: str) -> None:
+    before = server.log.count(f'model {name} is loaded again"')
+    crash(server, name)
+    server.wait_until(lambda: server.log.count(f'model {name} is loaded again"') > before, "the restart")
+    server.wait_model_ready(name)
+
+
+def test_a_model_comes_back_with_the_config_of_its_load_request(loaded: TritonServer, repository: Path) -> None:
+    folder = add_model(repository, "given", {"step_ms": "5"})
+    assert loaded.load("given")[0] == 200
+    restart(loaded, "given")
+    assert step_ms_of(loaded, "given") == "5"
+    assert "with the config of its load request" not in loaded.log
+    load_with(loaded, "given", 7)
+    for _ in range(2):
+        restart(loaded, "given")
+        assert step_ms_of(loaded, "given") == "7"
+    file = folder / "config.pbtxt"
+    file.write_text(file.read_text().replace('"5"', '"6"'))  # which the operator has changed since: it counts
+    restart(loaded, "given")
+    assert step_ms_of(loaded, "given") == "6"
+    assert loaded.unload("given")[0] == 200
+
+
+def test_a_model_whose_files_came_with_its_load_request_is_started_again_in_place(loaded: TritonServer) -> None:
+    load_with(loaded, "sent", 7, **{"1/a.txt": "aGVsbG8="})  # in no repository; the server deletes them at the unload
+    crash(loaded, "sent")
+    up = UP.replace("llm", "sent")
+    loaded.wait_until(lambda: loaded.metrics()[up] == 1, "the engine to be back")
+    [stream] = stream_many(loaded.http_url, "sent", [{"text_input": "well again"}])
+    assert stream.texts() == [" well", " again"]
+    assert loaded.unload("sent")[0] == 200
+
+
 def test_a_version_serves_on_while_the_engine_of_another_restarts(loaded: TritonServer) -> None:
     assert loaded.load("versions")[0] == 200
     with GrpcStream(loaded.grpc_url) as stream:

@@ -28,6 +28,8 @@ int main() {
         std::string joined;
         for (const auto element : slipstream::json_elements(object)) joined += std::string(element) + "\n";
         print_hex(joined);
+      } else if (operation == "sorted") {
+        print_hex(slipstream::json_sorted(object));
       } else if (operation == "string") {
         print_hex(slipstream::json_string(object));
       } else if (const auto found = slipstream::json_member(object, from_hex(key))) {

@@ -75,6 +75,23 @@ def test_lists_are_cut_into_elements(splice: Callable[[list[Case]], list[str | N
     assert splice([("elements", text, "", "") for text in ("{}", "[1", "")]) == ["error"] * 3
 
 
+def test_equal_values_are_sorted_to_the_same_text(splice: Callable[[list[Case]], list[str | None]]) -> None:
+    rng = random.Random(11)
+
+    def shuffled(value: object) -> object:
+        if isinstance(value, list):
+            return [shuffled(one) for one in value]
+        if isinstance(value, dict):
+            return {key: shuffled(value[key]) for key in rng.sample(sorted(value), len(value))}
+        return value
+
+    objects = [random_object(rng, 4) for _ in range(300)]
+    plain = splice([("sorted", json.dumps(one), "", "") for one in objects])
+    others = [json.dumps(shuffled(one), indent=rng.choice([None, 1])) for one in objects]
+    assert splice([("sorted", one, "", "") for one in others]) == plain
+    assert [json.loads(str(one)) for one in plain] == objects
+
+
 def test_strings_are_unescaped(splice: Callable[[list[Case]], list[str | None]]) -> None:
     texts = ["", "plain", 'quote " and \\ and /', "tab\tline\n", "é ☃ 😀", "\x01"]
     for ensure_ascii in (True, False):
