@@ -68,8 +68,8 @@ class Engine {
   bool is_idle() { return live_.is_empty(); }
   bool was_asked() const { return was_asked_; }
   size_t num_requests() { return live_.size(); }
-  // Whether it has a request of this client's id, as a hash.
-  bool has_request_of(uint64_t id_hash) { return live_.has_id(id_hash); }
+  // When the newest of its requests of this client's id, as a hash, was received; 0 if it has none.
+  uint64_t newest_of(uint64_t id_hash) { return live_.newest_of(id_hash); }
   bool is_replica_of(const Engine& other) const {
     return setup_.siblings != nullptr && setup_.siblings == other.setup_.siblings;
   }

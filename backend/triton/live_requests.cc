@@ -190,11 +190,13 @@ size_t LiveRequests::size() {
   return live_.size();
 }
 
-bool LiveRequests::has_id(uint64_t id_hash) {
+uint64_t LiveRequests::newest_of(uint64_t id_hash) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::any_of(live_.begin(), live_.end(), [id_hash](const auto& entry) {
-    return entry.second.request.id_hash == id_hash;
-  });
+  uint64_t newest = 0;
+  for (const auto& [handle, live] : live_) {
+    if (live.request.id_hash == id_hash) newest = std::max(newest, live.request.received_ns);
+  }
+  return newest;
 }
 
 bool LiveRequests::mark_cancelled(uint64_t handle) {

@@ -47,7 +47,8 @@ class LiveRequests {
 
   bool is_empty() { return size() == 0; }
   size_t size();
-  bool has_id(uint64_t id_hash);
+  // When the newest request of this client's id, as a hash, was received; 0 if there is none.
+  uint64_t newest_of(uint64_t id_hash);
 
   // Mark as cancelled whatever the client says; the watcher finds it next.  Never waits for an engine.  False if it is not
   // live or was marked before.

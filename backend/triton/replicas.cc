@@ -79,7 +79,7 @@ void Replicas::submit_to_best(
   throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
 
-// The best first; to end a request, the one that has it.
+// The best first; to end a request, the one that has the newest of that id.
 std::vector<size_t> Replicas::rank(const RoutedRequest& routed) {
   std::vector<ReplicaLoad> loads;
   for (size_t i = 0; i < engines_.size(); ++i) {
@@ -89,10 +89,10 @@ std::vector<size_t> Replicas::rank(const RoutedRequest& routed) {
   }
   std::vector<size_t> order = router_.rank(routed.prompt, loads);
   if (routed.is_stop && routed.id_hash != 0) {
-    const auto owner = std::find_if(order.begin(), order.end(), [&](size_t i) {
-      return engines_[i]->has_request_of(routed.id_hash);
-    });
-    if (owner != order.end()) std::rotate(order.begin(), owner, owner + 1);
+    std::vector<uint64_t> newest;
+    for (const size_t i : order) newest.push_back(engines_[i]->newest_of(routed.id_hash));
+    const auto owner = order.begin() + (std::max_element(newest.begin(), newest.end()) - newest.begin());
+    std::rotate(order.begin(), owner, owner + 1);
   }
   return order;
 }

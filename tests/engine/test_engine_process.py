@@ -111,6 +111,24 @@ def test_stop_by_request_id_and_cancel_by_handle_within_two_steps(
     assert engine.scheduler.cache.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("end", ["refused", "stopped", "ended"])
+def test_of_requests_with_one_id_the_newest_that_runs_is_stopped(
+    backend: Backend, null_server: InThread, end: str
+) -> None:
+    null_server.slow_down(0.02)
+    backend.request(1, 900, request_id="one")
+    backend.next(FrameType.RESPONSES)
+    backend.request(2, {"ended": 1}.get(end, 900), request_id="one", **({"top_p": 2.0} if end == "refused" else {}))
+    if end == "stopped":
+        backend.request(3, 1, request_id="one", stop=True)
+    last = backend.responses_of(2)[-1]
+    assert last.error_code == (ErrorCode.INVALID_ARG if end == "refused" else 0)
+    backend.request(4, 1, request_id="one", stop=True)
+    backend.responses_of(1)
+    assert null_server.num_steps < 500, "it was not stopped"
+    wait_until(lambda: not null_server.server._ids, "the ids to be forgotten")
+
+
 def test_a_large_stop_request_stops_the_other_and_leaves_nothing(backend: Backend, null_server: InThread) -> None:
     null_server.slow_down(0.02)
     backend.request(1, 900, request_id="one")
@@ -121,7 +139,7 @@ def test_a_large_stop_request_stops_the_other_and_leaves_nothing(backend: Backen
         responses = backend_wire.decode_responses(backend.next(FrameType.RESPONSES))
         finals |= {r.handle: r.error_code for r in responses if r.flags & ResponseFlag.FINAL}
     assert null_server.num_steps < 500 and finals[2] == 0
-    assert not null_server.server._handles_by_id
+    assert not null_server.server._ids
 
 
 @pytest.mark.parametrize(
@@ -140,7 +158,7 @@ def test_no_id_is_larger_than_what_is_read_of_a_large_request_at_once(
         backend.request(number, 1, text=text, **given)
         (answer,) = backend.responses_of(number)
         assert answer.error_code == ErrorCode.INVALID_ARG and words in answer.error_message
-    assert not null_server.server._handles_by_id
+    assert not null_server.server._ids
 
 
 def test_a_large_request_that_is_refused_at_once_leaves_nothing(
@@ -159,7 +177,7 @@ def test_a_large_request_that_is_refused_at_once_leaves_nothing(
     assert answer.error_code == ErrorCode.INVALID_ARG
     backend.request(2, 1)
     backend.responses_of(2)
-    assert not server._handles_by_id
+    assert not server._ids
 
 
 def test_a_cancel_that_comes_before_the_grammar_is_compiled(backend: Backend, null_server: InThread) -> None:
@@ -227,7 +245,7 @@ def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
     slow_tokenizer.set()
     assert reasons_of(backend.responses_of(1)) == cancelled
     wait_until(lambda: null_server.server._pool.is_empty, "the pool to be empty")
-    assert not null_server.server._live and not null_server.server._handles_by_id
+    assert not null_server.server._live and not null_server.server._ids
 
 
 def test_a_lost_rank_ends_all_requests_and_the_connection(backend: Backend, null_server: InThread) -> None:

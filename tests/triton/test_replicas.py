@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,21 @@ def test_a_stop_goes_to_the_replica_that_has_the_request(healthy: TritonServer) 
             status, reply = healthy.post("/v2/models/llm/generate", body)
             assert (status, json.loads(reply)["text_output"]) == (200, "1"), reply
         stream.wait(num_ends=NUM_REPLICAS)
+    assert not stream.errors
+
+
+def test_a_stop_goes_to_the_newest_request_of_its_id(healthy: TritonServer) -> None:
+    with GrpcStream(healthy.grpc_url) as stream:
+        for number in range(2):
+            stream.send("llm", {"tokens": 1, "word": "replica", "then": "hang"}, request_id="the same")
+            stream.wait(num_texts=number + 1)
+        for number, replica in enumerate(reversed(stream.texts), 1):
+            ended = f"llm[{replica}]: cancelled after 1"
+            before = healthy.log.count(ended)
+            body = {"id": "the same", "text_input": "", "parameters": {"stop": True}}
+            assert json.loads(healthy.post("/v2/models/llm/generate", body)[1])["text_output"] == "1"
+            stream.wait(num_ends=number)
+            wait_until(partial(lambda text, least: healthy.log.count(text) > least, ended, before), ended)
     assert not stream.errors
 
 

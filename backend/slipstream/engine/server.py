@@ -32,6 +32,7 @@ from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.prompt_tables import TableBudget
 from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.ranks import Ranks
+from slipstream.engine.request_ids import RequestIds
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
 from slipstream.engine.residency import allowed_folder
@@ -71,7 +72,7 @@ class GenerateServer:
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
         self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
-        self._handles_by_id: dict[str, int] = {}
+        self._ids = RequestIds()
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
         self._is_controlling = threading.Lock()
         self._control_thread: threading.Thread | None = None  # the last one
@@ -135,11 +136,11 @@ class GenerateServer:
                 raise CapacityError("the model is being unloaded")
             if is_large:
                 client = peek(raw, self._config, self._engine.tokenizer)
-                self._note_id(raw.handle, client.request_id)  # before the pool's thread can finish it
+                self._ids.add(raw.handle, client.request_id)  # before the pool's thread can finish it
                 self._pool.put(raw, self._unread_deadline(client), client)
             else:
                 client = parse_request(raw, self._config, self._engine.tokenizer)
-                self._note_id(raw.handle, client.request_id if not client.is_stop else "")
+                self._ids.add(raw.handle, client.request_id if not client.is_stop else "")
                 self._start(client)
         except Exception as error:
             self._refuse(raw.handle, error)
@@ -151,10 +152,6 @@ class GenerateServer:
         if not max_queue_ms:
             return deadline
         return min(deadline or math.inf, time.monotonic() + max_queue_ms / 1e3)
-
-    def _note_id(self, handle: int, request_id: str) -> None:
-        if request_id:
-            self._handles_by_id[request_id] = handle
 
     def _start(self, client: ClientRequest) -> None:
         request = client.request
@@ -175,14 +172,14 @@ class GenerateServer:
             self._outputs.discard(handle)
             self._forget(handle)
         else:
-            self._forget_ids([handle])
+            self._ids.remove(handle)
         self._engine.stats.count_refusal(type(error))
         self._link.send(error_answer(handle, error))
 
     def _stop_by_id(self, client: ClientRequest) -> None:
-        """`stop: true`: end the earlier request of the same id. The stop request itself gets one response, because
+        """`stop: true`: end the newest request of the same id. The stop request itself gets one response, because
         HTTP's `generate` wants exactly one: an empty text, or nothing where no text is asked for or declared."""
-        earlier = self._handles_by_id.get(client.request_id)
+        earlier = self._ids.newest(client.request_id)
         if earlier is not None:
             self._cancel(earlier)
         self._answer_once(client, "")
@@ -239,16 +236,10 @@ class GenerateServer:
         self._engine.cancel(handle)
 
     def _forget(self, handle: int) -> None:
-        client = self._live.pop(handle)
+        del self._live[handle]
         self._logits.give(handle)
         self._tables.give(handle)
-        if self._handles_by_id.get(client.request_id) == handle:
-            del self._handles_by_id[client.request_id]
-
-    def _forget_ids(self, handles: list[int]) -> None:
-        """Forget the ids of requests that were never read."""
-        for request_id in [known for known, handle in list(self._handles_by_id.items()) if handle in handles]:
-            self._handles_by_id.pop(request_id, None)
+        self._ids.remove(handle)
 
     # ------------------------------------------------------------ pool's thread
 
@@ -267,7 +258,7 @@ class GenerateServer:
             self._refuse(handle, error)
 
     def end(self, handle: int, known: ClientRequest, reason: FinishReason) -> None:
-        self._forget_ids([handle])
+        self._ids.remove(handle)
         for frame in response_frames(encode_unread(known, reason)):
             self._link.send(frame)
 
