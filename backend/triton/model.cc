@@ -45,26 +45,32 @@ std::string read_contract(const std::string& directory) {
   throw BackendError(TRITONSERVER_ERROR_INTERNAL, path + " cannot be read: the install is incomplete");
 }
 
+// A parameter of config.pbtxt; an empty one counts as absent, as in core/config_parse.py.
+std::optional<std::string> parameter(const std::string& config, std::string_view name) {
+  const auto given = json_path(config, {"parameters", name, "string_value"});
+  if (!given || json_string(*given).empty()) return std::nullopt;
+  return json_string(*given);
+}
+
 // The parameters that this side acts upon; the engine has the defaults in core/config.py and refuses a bad value.
 std::chrono::milliseconds drain_timeout(const std::string& config) {
   constexpr double kDefaultSeconds = 60.0, kMostSeconds = 1e6;
-  const auto given = json_path(config, {"parameters", "drain_timeout_s", "string_value"});
-  const double seconds = given ? std::strtod(json_string(*given).c_str(), nullptr) : kDefaultSeconds;
-  return std::chrono::milliseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kMostSeconds) * 1e3));
+  const auto given = parameter(config, "drain_timeout_s");
+  const double seconds = given ? std::strtod(given->c_str(), nullptr) : kDefaultSeconds;
+  return std::chrono::milliseconds(seconds > 0 ? static_cast<int64_t>(std::min(seconds, kMostSeconds) * 1e3) : 0);
 }
 
 size_t load_slack(const std::string& config) {
   constexpr long kDefaultSlack = 4;
-  const auto given = json_path(config, {"parameters", "replica_load_slack", "string_value"});
-  const long slack = given ? std::strtol(json_string(*given).c_str(), nullptr, 10) : kDefaultSlack;
+  const auto given = parameter(config, "replica_load_slack");
+  const long slack = given ? std::strtol(given->c_str(), nullptr, 10) : kDefaultSlack;
   return static_cast<size_t>(std::max(slack, 0L));
 }
 
 }  // namespace
 
 std::string complete_config(const std::string& config, const std::string& contract) {
-  const auto task_json = json_path(config, {"parameters", "task", "string_value"});
-  const std::string task = task_json ? json_string(*task_json) : "generate";
+  const std::string task = parameter(config, "task").value_or("generate");
   const auto entry = json_member(contract, task);
   if (!entry)
     throw std::runtime_error("parameter 'task': unknown task '" + task + "'; see contract.json for the known");

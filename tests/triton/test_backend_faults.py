@@ -249,13 +249,19 @@ def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonSer
 # ---------------------------------------------------------------- the server ends
 
 
-def small_server(fake_backend_dir: Path, tmp_path: Path, **options: object) -> TritonServer:
-    add_model(tmp_path / "repository", "llm", {"step_ms": "5", "slow_file": str(tmp_path / "slow")})
+def small_server(
+    fake_backend_dir: Path, tmp_path: Path, parameters: dict[str, str] | None = None, **options: object
+) -> TritonServer:
+    own = {"step_ms": "5", "slow_file": str(tmp_path / "slow"), **(parameters or {})}
+    add_model(tmp_path / "repository", "llm", own)
     return TritonServer(tmp_path / "repository", fake_backend_dir, env={"TMPDIR": str(tmp_path)}, **options)  # type: ignore[arg-type]
 
 
-def test_sigterm_in_mid_stream_finishes_the_stream(fake_backend_dir: Path, tmp_path: Path) -> None:
-    with small_server(fake_backend_dir, tmp_path) as server:
+@pytest.mark.parametrize("parameters", [{}, {"drain_timeout_s": ""}, {"task": ""}])  # empty: absent
+def test_sigterm_in_mid_stream_finishes_the_stream(
+    fake_backend_dir: Path, tmp_path: Path, parameters: dict[str, str]
+) -> None:
+    with small_server(fake_backend_dir, tmp_path, parameters) as server:
         pid = engine_pid(server)
         with GrpcStream(server.grpc_url) as stream:
             stream.send("llm", {"tokens": 200})
