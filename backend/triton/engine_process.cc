@@ -92,7 +92,13 @@ EngineProcess::EngineProcess(const std::vector<std::string>& argv, std::string l
     close(output[0]);
     throw std::system_error(fork_errno, std::generic_category(), "fork");
   }
-  forwarder_ = named_thread("slip-output", [this, fd = output[0]] { forward_output(fd); });
+  try {
+    forwarder_ = named_thread("slip-output", [this, fd = output[0]] { forward_output(fd); });
+  } catch (const std::system_error&) {  // no more threads
+    close(output[0]);
+    kill();
+    throw;
+  }
 }
 
 EngineProcess::~EngineProcess() {

@@ -1,9 +1,13 @@
-// A server that has used up its file descriptors when an engine is to be started: what fails must give back what it took,
-// else the server never recovers, and must not spin.  Prints what was lost, a line each.
+// A server that has used up its file descriptors or threads when an engine is to be started: what fails must give back
+// what it took, else the server never recovers, and must not spin.  Prints what was lost, a line each.
+#include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -13,6 +17,14 @@
 
 #include "engine_process.h"
 #include "engine_socket.h"
+
+static bool has_threads = true;
+
+extern "C" int pthread_create(
+    pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*), void* argument) noexcept {
+  static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  return has_threads ? create(thread, attributes, body, argument) : EAGAIN;
+}
 
 namespace {
 
@@ -75,6 +87,11 @@ int main() {
     if (!throws(num_free, start_process)) std::printf("a process started with %d descriptors\n", num_free);
     if (count_open() != before) std::printf("a process that did not start keeps a descriptor of %d\n", num_free);
   }
+  has_threads = false;
+  if (!throws(8, start_process)) std::printf("a process whose output nobody reads\n");
+  has_threads = true;
+  if (count_open() != before) std::printf("a process without a thread keeps a descriptor\n");
+  if (waitpid(-1, nullptr, WNOHANG) != -1) std::printf("a process without a thread is not ended\n");
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return 1;
   if (!throws(0, [&] { slipstream::EngineLink link(ends[0]); })) std::printf("a link without its eventfd\n");
