@@ -63,8 +63,8 @@ Engine::Engine(EngineSetup setup, Services& services)
 }
 
 Engine::~Engine() {
-  services_.engines.remove(this);
   begin_end();
+  services_.engines.remove(this);
   supervisor_.join();
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "model '" + setup_.model_name + "' is being unloaded");
   live_.stop_watching();
@@ -371,7 +371,7 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
   show_down();
   changed_.notify_all();
   if (!was_ever_up_) return;  // the load fails and says why
-  if (!services_.engines.has_successor(this)) metrics_->engine_restarts();
+  if (!is_superseded()) metrics_->engine_restarts();
   log_error((setup_.num_replicas > 1 ? name_ : "model '" + setup_.model_name + "'") + ": " + reason.what());
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
@@ -380,9 +380,9 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
 bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
-  if (stop_ || services_.engines.has_successor(this)) return false;
+  if (is_superseded()) return false;
   const EngineSetup& own = setup_;
-  const bool is_in_place = is_of_load_request() || services_.engines.serves_on(this);  // ready, by another engine
+  const bool is_in_place = own.has_sent_files || services_.engines.serves_on(this);  // ready, by another engine
   const auto ticket = is_in_place ? nullptr
                                   : services_.reloader.reload(
                                         exit_, own.model_name, own.model_version, own.given, healthy_for, metrics_);

@@ -46,6 +46,7 @@ struct EngineSetup {
   std::string model_dir;
   std::string config_json;
   GivenConfig given;  // what config_json was completed from
+  bool has_sent_files = false;  // they came with the load request: the server deletes them when it unloads the model
   std::chrono::milliseconds drain_timeout;  // what running requests have when the model or the server ends
   TRITONSERVER_Server* server;
   int replica = 0, num_replicas = 1;    // this one's number, and how many engines the model has
@@ -82,10 +83,6 @@ class Engine {
   bool is_of_other_version(const Engine& other) const {
     return setup_.model_name == other.setup_.model_name && setup_.model_version != other.setup_.model_version;
   }
-  // Whether its files are those of a load request: the server keeps them only as long as it has the model.
-  bool is_of_load_request() const {
-    return setup_.model_dir.substr(setup_.model_dir.rfind('/') + 1) != setup_.model_name;
-  }
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 
@@ -118,9 +115,10 @@ class Engine {
     }
     show_down();
   }
-  // In the metrics, which an engine that serves in this one's place has as well.
+  // Whether its model ends, or another engine serves in its place, which has its metrics as well.
+  bool is_superseded() { return stop_ || services_.engines.has_successor(this); }
   void show_down() {
-    if (!services_.engines.has_successor(this)) metrics_->engine_is_down();
+    if (!is_superseded()) metrics_->engine_is_down();
   }
   bool keep_house();
   bool is_given_up();

@@ -45,6 +45,17 @@ std::string read_contract(const std::string& directory) {
   throw BackendError(TRITONSERVER_ERROR_INTERNAL, path + " cannot be read: the install is incomplete");
 }
 
+// Whether the model's files came with its load request.  The server has such files in a temporary folder; so it has those
+// of a repository in a cloud, which are there to be loaded again.
+bool has_sent_files(const std::string& model_dir, const std::string& model_name) {
+  if (model_dir.substr(model_dir.rfind('/') + 1) == model_name) return false;
+  const std::string command_line = read_file("/proc/self/cmdline");
+  for (const char* cloud : {"s3://", "gs://", "as://"}) {
+    if (command_line.find(cloud) != std::string::npos) return false;
+  }
+  return true;
+}
+
 // A parameter of config.pbtxt; an empty one counts as absent, as in core/config_parse.py.
 std::optional<std::string> parameter(const std::string& config, std::string_view name) {
   const auto given = json_path(config, {"parameters", name, "string_value"});
@@ -122,6 +133,7 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
 
   const std::string given = read_config(model);
   setup.given = {json_sorted(given), read_file(setup.model_dir + "/config.pbtxt")};
+  setup.has_sent_files = has_sent_files(setup.model_dir, setup.model_name);
   backend.services.reloader.check_load(setup.model_name, setup.given);
   bool auto_complete = false;
   check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
