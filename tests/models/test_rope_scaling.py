@@ -36,6 +36,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         {"rope_type": "llama3", **LLAMA3},
         {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 32768},
         {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONGROPE},
+        {"rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 8.0, **LONGROPE},
     ],
     ids=lambda scaling: scaling["rope_type"],
 )

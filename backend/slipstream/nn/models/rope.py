@@ -72,7 +72,7 @@ def _rotary_dim(config: HFConfig, section: HFConfig | None, head_dim: int, rotat
 
 def _longrope(section: HFConfig, theta: float, rotary_dim: int, original: int, max_positions: int) -> RopeSpec:
     """Factors of short and of long sequences, one for each pair of features. Source: arXiv:2402.13753."""
-    factor = max_positions / original
+    factor = section.number("factor", max_positions / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(
         "longrope",
