@@ -48,6 +48,11 @@ PUBLISHED = {
                sliding_window=None, rms_norm_eps=1e-5, torch_dtype="bfloat16", tie_word_embeddings=False),
         23_572_403_200,
     ),
+    "Mixtral-8x7B-v0.1": (
+        config("MixtralForCausalLM", 4096, 14336, 32, 32, 8, 32000, 32768, num_local_experts=8, num_experts_per_tok=2,
+               rms_norm_eps=1e-5, rope_theta=1000000.0, sliding_window=None, torch_dtype="bfloat16"),
+        46_702_792_704,
+    ),
     "Qwen1.5-MoE-A2.7B": (
         config("Qwen2MoeForCausalLM", 2048, 5632, 24, 16, 16, 151936, 8192, **QWEN_ROPE, rope_theta=1000000.0,
                decoder_sparse_step=1, moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60,
@@ -168,6 +173,12 @@ PUBLISHED = {
                rope_scaling=None, attention_bias=False, tie_word_embeddings=False, torch_dtype="float32"),
         7_298_617_344,
     ),
+    "Olmo-3-1025-7B": (
+        config("Olmo3ForCausalLM", 4096, 11008, 32, 32, 32, 100278, 65536, rms_norm_eps=1e-6, rope_theta=500000,
+               rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+               sliding_window=4096, attention_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16"),
+        7_298_011_136,
+    ),
     "MiniMax-M2": (
         config("MiniMaxM2ForCausalLM", 3072, 1536, 62, 48, 8, 200064, 196608, head_dim=128, rotary_dim=64,
                num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid", use_routing_bias=True,
@@ -183,6 +194,39 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
     values, num_parameters = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_spec(tmp_path).num_parameters == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Mixtral-8x7B-v0.1", {"rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+        ("Mistral-Small-24B-Instruct-2501", {"sliding_window": 4096}),
+        ("DeepSeek-R1-Distill-Qwen-1.5B", {"sliding_window": 4096}),
+        ("Qwen1.5-MoE-A2.7B", {"sliding_window": 4096}),
+        ("Qwen3-30B-A3B", {"sliding_window": 4096}),
+        ("gpt-oss-20b", {"rms_norm_eps": 1e-5, "rope_theta": 150_000, "sliding_window": 128}),
+        ("gpt-oss-20b", {"rope_scaling": YARN}),
+        ("GLM-4.5-Air", {"rms_norm_eps": 1e-5}),
+        ("GLM-4.7-Flash", {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}),
+        ("gemma-2-9b", {"sliding_window": 4096}),
+        ("gemma-3-1b-it", {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 10_000}),
+        ("Phi-4-mini-instruct", {"original_max_position_embeddings": 4096}),
+        ("Olmo-3-1025-7B", {"sliding_window": 4096, "rope_theta": 500_000}),
+        ("MiniMax-M2", {"rope_theta": 5e6}),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_hugging_face_takes(
+    name: str, fields: dict[str, object], tmp_path: Path
+) -> None:
+    """fields: the defaults of transformers' class. Qwen's windows are switched on, which needs their size."""
+    stated = {**PUBLISHED[name][0], **fields}
+    if "use_sliding_window" in stated:
+        stated |= {"use_sliding_window": True, "max_window_layers": 8}
+    specs = []
+    for values in (stated, {key: value for key, value in stated.items() if key not in fields}):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        specs.append(read_spec(tmp_path))
+    assert specs[0] == specs[1]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +247,7 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
         ("gemma-2-9b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: must be false"),
         ("gemma-2-9b", {"hidden_activation": "relu"}, "hidden_activation='relu'"),
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types=.*must be 26 of"),
+        ("gemma-3-1b-it", {"sliding_window": None}, "sliding_window=None: is missing"),
         ("gemma-3-1b-it", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config=None: is missing"),
         ("GLM-4.5-Air", {"n_group": 3}, "router: 128 experts are not 3 groups"),
         ("GLM-4.5-Air", {"num_experts_per_tok": 129}, "num_experts_per_tok=129"),

@@ -162,6 +162,10 @@ class HFConfig:
         """A copy in which absent fields have these values."""
         return self.with_values(**{key: value for key, value in values.items() if not self.has(key)})
 
+    def with_unstated(self, **values: object) -> HFConfig:
+        """A copy in which fields that the file does not have at all have these values; a null stays one."""
+        return self.with_values(**{key: value for key, value in values.items() if key not in self.values})
+
     def error(self, key: str, accepted: str) -> ConfigError:
         name = self.names.get(key, key)
         return ConfigError(self.parameters.get(name, f"{self.source} {name}"), self.values.get(name), accepted)

@@ -17,6 +17,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Names
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WINDOW = 4096  # of families whose layers may have one, where the config does not state it
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -81,6 +82,7 @@ def sliding_windows(config: HFConfig, num_layers: int) -> tuple[int | None, ...]
     if not config.boolean("use_sliding_window", False):
         return (None,) * num_layers
     first = config.integer("max_window_layers", 28, minimum=0)
+    config = config.with_unstated(sliding_window=WINDOW)
     return windows_by_type(config, num_layers, lambda layer: layer >= first)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import LayerSpec
 from slipstream.nn.load_transforms import AddOne
-from slipstream.nn.models.common import base_spec, windows_by_type, with_windows
+from slipstream.nn.models.common import WINDOW, base_spec, windows_by_type, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Names, Stored
@@ -31,6 +31,7 @@ SCORE_CAP, LOGIT_CAP = 50.0, 30.0
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
+    config = config.with_unstated(sliding_window=WINDOW)
     spec = read_gemma(config, SCORE_CAP, LOGIT_CAP)
     return with_windows(spec, windows_by_type(config, spec.num_layers, lambda layer: layer % 2 == 0))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import AttentionSpec
-from slipstream.nn.models.common import windows_by_type, with_windows
+from slipstream.nn.models.common import WINDOW, windows_by_type, with_windows
 from slipstream.nn.models.family import FAMILIES, Family
 from slipstream.nn.models.gemma2 import NAMES, read_gemma
 from slipstream.nn.models.rope import FULL, read_local_rope, with_rope_of
@@ -19,7 +19,8 @@ PERIOD = 6  # of layers, the last of which has no window
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    config = config.with_defaults(rope_theta=THETA)
+    config = config.with_defaults(rope_theta=THETA).with_unstated(sliding_window=WINDOW)
+    config.integer("sliding_window")  # which tells the layers of each rope apart
     spec = read_gemma(with_rope_of(config, FULL), None, None)
     period = config.integer("sliding_window_pattern", PERIOD)
     spec = with_windows(spec, windows_by_type(config, spec.num_layers, lambda layer: (layer + 1) % period != 0))

@@ -25,6 +25,7 @@ MTP_LAYER = "model.layers.{num_layers}."  # behind the others; served as a draft
 
 def read_spec(config: HFConfig) -> DecoderSpec:
     bias, norm = config.boolean("attention_bias", False), "head" if config.boolean("use_qk_norm", False) else ""
+    config = config.with_defaults(rms_norm_eps=1e-5)
     spec = base_spec(config, ATTENTION_PARTS, rotated_part=ROTATED_PART)
     spec = spec.map_attention(lambda own: replace(own, qkv_bias=bias, qk_norm=norm))
     dense = range(config.integer("first_k_dense_replace", 1, minimum=0))

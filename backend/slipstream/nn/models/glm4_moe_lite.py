@@ -14,6 +14,7 @@ DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
+    config = config.with_defaults(rms_norm_eps=1e-5, routed_scaling_factor=1.8)
     experts = read_experts(config, config.integer("hidden_size"))
     spec = latent_spec(config, V3_NAMES)
     kinds = config.strings("mlp_layer_types")

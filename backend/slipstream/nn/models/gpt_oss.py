@@ -27,10 +27,17 @@ NAMES: Names = {
     "expert_down": Stacked(f"{LAYER}.mlp.experts.down_proj", ("down",), is_transposed=True),
 }
 
+# what a config that does not state it means
+WINDOW, THETA = 128, 150_000.0
+SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
 
 def read_spec(config: HFConfig) -> DecoderSpec:
     bias = config.boolean("attention_bias", True)
-    spec = base_spec(config.with_defaults(rms_norm_eps=1e-5), ATTENTION_PARTS, NAMES)
+    config = config.with_defaults(rms_norm_eps=1e-5, rope_theta=THETA).with_unstated(sliding_window=WINDOW)
+    if not (config.has("rope_scaling") or config.has("rope_parameters")):
+        config = config.with_values(rope_scaling=SCALING)
+    spec = base_spec(config, ATTENTION_PARTS, NAMES)
     spec = spec.map_attention(lambda own: replace(own, sinks=True, qkv_bias=bias, o_bias=bias))
     spec = with_windows(spec, windows_by_type(config, spec.num_layers, lambda layer: layer % 2 == 0))
     # softmax of the chosen experts' logits is that of all, renormalised

@@ -29,6 +29,7 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     if config.has("rotary_dim"):
         part = config.integer("rotary_dim") / config.integer("head_dim")
         config = config.with_values(partial_rotary_factor=part)
+    config = config.with_defaults(rope_theta=5_000_000.0)
     spec = base_spec(config, ATTENTION_PARTS, rotated_part=1.0)
     spec = spec.map_attention(lambda own: replace(own, qk_norm="flat"))
     routing = RouterSpec(config.integer("num_experts_per_tok"), RoutingRule("sigmoid"), selection_bias=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.common import base_spec, with_windows
+from slipstream.nn.models.common import WINDOW, base_spec, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    return with_one_window(config, base_spec(config))
+    return with_one_window(config.with_unstated(sliding_window=WINDOW), base_spec(config))
 
 
 def with_one_window(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:

@@ -25,6 +25,7 @@ NAMES = {
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
+    config = config.with_defaults(rms_norm_eps=1e-5, rope_theta=1_000_000.0)
     spec = with_one_window(config, base_spec(config, ATTENTION_PARTS))
     routing = RouterSpec(config.integer("num_experts_per_tok", 2))
     num_experts = config.integer("num_local_experts", 8)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import AttentionSpec, LayerSpec
-from slipstream.nn.models.common import base_spec, windows_by_type, with_windows
+from slipstream.nn.models.common import WINDOW, base_spec, windows_by_type, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
-from slipstream.nn.models.rope import DEFAULT_THETA, FULL, read_local_rope, with_rope_of
+from slipstream.nn.models.rope import FULL, read_local_rope, with_rope_of
 from slipstream.nn.spec import DecoderSpec
 
 NAMES = {
@@ -19,6 +19,7 @@ NAMES = {
     "attention_output_norm": "model.layers.{layer}.post_attention_layernorm",
     "mlp_output_norm": "model.layers.{layer}.post_feedforward_layernorm",
 }
+THETA = 500_000.0  # of OLMo 3, where no rope is stated
 PERIOD = 4  # of layers, the last of which has no window
 
 
@@ -33,9 +34,11 @@ def read_spec(config: HFConfig) -> DecoderSpec:
 
 
 def read_olmo3(config: HFConfig) -> DecoderSpec:
+    config = config.with_defaults(rope_theta=THETA).with_unstated(sliding_window=WINDOW)
+    config.integer("sliding_window")  # which tells the layers of each rope apart
     spec = read_spec(with_rope_of(config, FULL))
     windows = windows_by_type(config, spec.num_layers, lambda layer: (layer + 1) % PERIOD != 0)
-    theta = config.number("rope_theta", DEFAULT_THETA)
+    theta = config.number("rope_theta")
     local = read_local_rope(config, spec.layers[0].attention.head_dim, theta)
 
     def change(attention: AttentionSpec) -> AttentionSpec:

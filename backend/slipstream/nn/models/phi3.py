@@ -16,11 +16,16 @@ NAMES: Names = {
     **dict.fromkeys(("q", "k", "v"), QKV),
     **dict.fromkeys(("gate", "up"), GATE_UP),
 }
+ORIGINAL_LENGTH = 4096  # of longrope, where no length is stated
 ROPE_TYPES = ("default", "longrope")
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    spec = base_spec(config.with_defaults(rms_norm_eps=1e-5), names=NAMES, rotated_part=1.0)
+    config = config.with_defaults(rms_norm_eps=1e-5)
+    section = config.section("rope_scaling") or config.section("rope_parameters")
+    if section is not None and not section.has("original_max_position_embeddings"):
+        config = config.with_defaults(original_max_position_embeddings=ORIGINAL_LENGTH)
+    spec = base_spec(config, names=NAMES, rotated_part=1.0)
     rope = spec.layers[0].attention.rope
     if rope is not None and rope.type not in ROPE_TYPES:
         raise config.error("rope_scaling", f"rope type {rope.type} is none of this family's: {', '.join(ROPE_TYPES)}")

@@ -8,7 +8,7 @@ from slipstream_kernels.ops import RoutingRule
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec, RouterSpec
-from slipstream.nn.models.common import base_spec, windows_by_type, with_windows
+from slipstream.nn.models.common import WINDOW, base_spec, windows_by_type, with_windows
 from slipstream.nn.models.family import FAMILIES, Family
 from slipstream.nn.models.mixture import SHARED, expert_names, with_experts
 from slipstream.nn.models.module_lists import ATTENTION_PARTS
@@ -27,6 +27,7 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     spec = with_experts(config, spec, NAMES, experts, dense_layers(config, spec.num_layers))
     if not config.boolean("use_sliding_window", False):
         return spec
+    config = config.with_unstated(sliding_window=WINDOW)
     last = config.integer("max_window_layers", 28, minimum=0)
     windows = windows_by_type(config, spec.num_layers, lambda layer: layer % 2 == 0 and layer < last)
     return with_windows(spec, windows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.common import WINDOW, base_spec
 from slipstream.nn.models.family import FAMILIES, Family
 from slipstream.nn.models.mistral import with_one_window
 from slipstream.nn.models.mixture import expert_names, with_experts
@@ -23,7 +23,8 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     spec = spec.map_attention(lambda own: replace(own, qk_norm="head", qkv_bias=bias, o_bias=bias))
     experts = read_experts(config, spec.hidden_size)
     spec = with_experts(config, spec, NAMES, experts, dense_layers(config, spec.num_layers))
-    return with_one_window(config, spec) if config.boolean("use_sliding_window", False) else spec
+    windowed = config.with_unstated(sliding_window=WINDOW)
+    return with_one_window(windowed, spec) if config.boolean("use_sliding_window", False) else spec
 
 
 FAMILIES.register("Qwen3MoeForCausalLM")(Family(read_spec, NAMES))
