@@ -129,6 +129,19 @@ def spec_of(path: Path, scaling: dict[str, object]) -> DecoderSpec:
     return read_spec(path, json.dumps(scaling))
 
 
+def test_a_scaling_of_queries_by_position_ends_what_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ministral 3's queries are multiplied by 1 before its original length, and by more behind it."""
+    make_checkpoint("mistral-seeing", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["rope_parameters"] = {**YARN, "rope_theta": 500.0, "llama_4_scaling_beta": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(tmp_path).max_model_len == 16
+    assert "up to 16 tokens are served" in caplog.text
+    assert read_spec(tmp_path, '{"rope_type": "linear", "factor": 4.0}').max_model_len == 16
+    with pytest.raises(ConfigError, match="max_model_len=17"):
+        load_model(ModelConfig(model=str(tmp_path), device="cpu", max_model_len=17))
+
+
 def test_longrope_takes_its_factors_by_max_model_len(llama: Path) -> None:
     spec = spec_of(llama, {"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 64, **LONGROPE})
     rope = spec.layers[0].attention.rope

@@ -26,6 +26,7 @@ class RopeSpec:
     type: default, linear, dynamic, yarn, llama3 or longrope; the fields below `factor` serve those that need them.
     short_factors, long_factors: of longrope, what divides each frequency where the longest sequence that is served is
     within original_max_position_embeddings, and beyond: one choice for all sequences, as keys are cached once.
+    longest: tokens, beyond which the family also scales queries by their position, which is not served; 0: none.
     is_interleaved: features (0, 1), (2, 3), … turn together, instead of each with the one half of rotary_dim further.
     """
 
@@ -43,15 +44,17 @@ class RopeSpec:
     is_interleaved: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    longest: int = 0
 
     def max_model_len(self, max_position_embeddings: int) -> int:
         """The longest sequence (tokens): linear and dynamic stretch max_position_embeddings, yarn its original length;
-        a llama3 config states the stretched length already."""
+        a llama3 config states the stretched length already. At most `longest`."""
+        length = max_position_embeddings
         if self.type in ("linear", "dynamic"):
-            return int(max_position_embeddings * self.factor)
+            length = int(max_position_embeddings * self.factor)
         if self.type == "yarn":
-            return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
-        return max_position_embeddings
+            length = max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
+        return min(length, self.longest or length)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import RopeSpec
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 DEFAULT_THETA = 10_000.0
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Ministral 3 multiplies queries by 1 + beta · ln(1 + ⌊position / original length⌋).
+QUERY_SCALING = "llama_4_scaling_beta"
 SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
+
+log = logging.getLogger(__name__)
 
 
 def read_rope(config: HFConfig, head_dim: int, rotated_part: float | None = None) -> RopeSpec:
@@ -26,6 +33,20 @@ def read_rope(config: HFConfig, head_dim: int, rotated_part: float | None = None
     nested = [key for key, value in section.values.items() if isinstance(value, dict)]
     if nested:
         raise section.error(nested[0], "must be a plain value: one rope for all layers is served")
+    if section.values.get(QUERY_SCALING):
+        return replace(_rope(config, section, head_dim, top_theta), longest=_unscaled_length(section))
+    return _rope(config, section, head_dim, top_theta)
+
+
+def _unscaled_length(section: HFConfig) -> int:
+    """Tokens before the first whose query is multiplied by more than 1."""
+    length = section.integer(ORIGINAL_LENGTH)
+    log.warning("up to %d tokens are served: %s scales later queries, which is not served", length, QUERY_SCALING)
+    return length
+
+
+def _rope(config: HFConfig, section: HFConfig, head_dim: int, top_theta: float) -> RopeSpec:
+    """top_theta: outside the section."""
     theta = section.number("rope_theta", top_theta)
     kind = section.choice("rope_type" if section.has("rope_type") else "type", ROPE_TYPES, "default")
     if kind == "default":
@@ -35,8 +56,8 @@ def read_rope(config: HFConfig, head_dim: int, rotated_part: float | None = None
         return RopeSpec(kind, theta, head_dim, section.number("factor"))
     if kind == "dynamic":
         return RopeSpec(kind, theta, head_dim, section.number("factor"), max_positions)
-    original = section.integer("original_max_position_embeddings", max_positions)
-    original = config.integer("original_max_position_embeddings", original)
+    original = section.integer(ORIGINAL_LENGTH, max_positions)
+    original = config.integer(ORIGINAL_LENGTH, original)
     if kind == "llama3":
         return _llama3(section, theta, head_dim, original)
     if kind in ("longrope", "su"):

@@ -13,7 +13,7 @@ from typing import cast
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.rope import FULL, ROPE_TYPES
+from slipstream.nn.models.rope import FULL, QUERY_SCALING, ROPE_TYPES
 from slipstream.nn.spec import DecoderSpec
 
 FIELD = "rope_scaling"
@@ -94,9 +94,10 @@ def _with_scaling(config: HFConfig, scaling: Mapping[str, object]) -> HFConfig:
 
 
 def _merged(config: HFConfig, stored: Mapping[str, object], scaling: Mapping[str, object]) -> dict[str, object]:
-    """The new scaling with what it leaves to the checkpoint: theta, the rotated part and the original length."""
-    kept = {key: stored[key] for key in _KEPT if key in stored}
-    if _ORIGINAL in _FIELDS[str(scaling["rope_type"])]:
+    """The new scaling with what it leaves to the checkpoint: theta, the rotated part, the original length and a scaling
+    of queries."""
+    kept = {key: stored[key] for key in (*_KEPT, QUERY_SCALING) if key in stored}
+    if _ORIGINAL in _FIELDS[str(scaling["rope_type"])] or QUERY_SCALING in kept:
         # null: the family's length, as in config.json
         kept[_ORIGINAL] = config.values.get(_ORIGINAL) or stored.get(_ORIGINAL) or config.values.get(_LENGTH)
     return {**kept, **scaling}
