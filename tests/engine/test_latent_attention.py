@@ -82,6 +82,16 @@ def test_drafts_and_trees_leave_the_text_alone(
     assert sum(request.num_drafted_tokens for request in requests) > 0
 
 
+@pytest.mark.usefixtures("unabsorbed")
+def test_a_draft_model_sees_what_is_before_a_chunk(model: Path, prompts: Texts) -> None:
+    """As its own draft model, a model drafts what it will say, however its prompts were cut."""
+    speculation = speculation_config("draft_model", throttle="off", draft_model=str(model), draft_sampling="greedy")
+    engine = make_engine(model, scheduler={"max_num_batched_tokens": 21}, speculation=speculation)
+    requests = run_requests(engine, prompts, GREEDY)
+    num_drafted = sum(request.num_drafted_tokens for request in requests)
+    assert 0 < num_drafted == sum(request.num_accepted_tokens for request in requests)
+
+
 @pytest.fixture(scope="module")
 def with_mtp(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with the module that such checkpoints have behind their last layer."""

@@ -183,7 +183,7 @@ class StepArrays:
     tree_mask: np.ndarray | None = None
     other_tables: np.ndarray | None = None
     other_slots: np.ndarray | None = None
-    prompt_prefixes: tuple[int, ...] = ()
+    prompt_prefixes: tuple[int, ...] | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -67,6 +67,7 @@ class DraftBatches:
             num_decode_requests=num_decodes,
             num_decode_tokens=int(ends[num_decodes - 1]) if num_decodes else 0,
             max_decode_query_len=min(int(counts[:num_decodes].max(initial=0)), MAX_DECODE_QUERY_LEN),
+            prompt_prefixes=tuple(starts[num_decodes:].tolist()),
         )
 
     def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
