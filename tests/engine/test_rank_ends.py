@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
+import slow_loader
 import slow_sleeper
 import stuck_engine
 from engine_driver import make_engine, run_steps
@@ -21,7 +23,7 @@ from failing_rank import REASON, start_of
 from patience import PATIENCE_S, wait_until
 from processes import children_of
 from slipstream.core.config import ParallelConfig
-from slipstream.core.control import SLEEP, Control
+from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import EngineError, RankLostError
 from slipstream.engine import rank_processes, ranks
 from slipstream.engine.engine import Engine
@@ -163,3 +165,16 @@ def test_a_rank_that_does_not_sleep_is_lost(
         with pytest.raises(RankLostError, match="rank 1 is stopped" if is_stopped else "rank_timeout_s"):
             order.wait()
         assert isinstance(engine.error, RankLostError)
+
+
+def test_who_has_asked_for_a_wake_learns_that_a_rank_is_lost(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that a call to it has failed, under a number of the log."""
+    monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 3600.0, first=1))
+    with closing(make_engine(tiny_llama, parallel=ParallelConfig(pipeline_parallel_size=2))) as engine:
+        for control in (Control(SLEEP, 2), Control(WAKE_UP)):
+            order = engine.post(control)
+            if control.command == WAKE_UP:
+                threading.Timer(0.5, children_of(os.getpid(), "slow_loader")[0].kill).start()
+            run_steps(engine, {})
+        with pytest.raises(RankLostError, match="rank 1 has ended"):
+            order.wait()
