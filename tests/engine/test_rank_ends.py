@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +21,9 @@ import stuck_engine
 from engine_driver import make_engine, run_steps
 from engine_peer import TOKEN, Backend
 from failing_rank import REASON, start_of
+from nodes import Node
 from patience import PATIENCE_S, wait_until
-from processes import children_of
+from processes import children_of, is_alive
 from slipstream.core.config import ParallelConfig
 from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import EngineError, RankLostError
@@ -169,7 +171,7 @@ def test_a_rank_that_does_not_sleep_is_lost(
 
 def test_who_has_asked_for_a_wake_learns_that_a_rank_is_lost(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that a call to it has failed, under a number of the log."""
-    monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 3600.0, first=1))
+    monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 3600.0, notes=False, first=1))
     with closing(make_engine(tiny_llama, parallel=ParallelConfig(pipeline_parallel_size=2))) as engine:
         for control in (Control(SLEEP, 2), Control(WAKE_UP)):
             order = engine.post(control)
@@ -178,3 +180,52 @@ def test_who_has_asked_for_a_wake_learns_that_a_rank_is_lost(tiny_llama: Path, m
             run_steps(engine, {})
         with pytest.raises(RankLostError, match="rank 1 has ended"):
             order.wait()
+
+
+def test_a_rank_that_is_stuck_in_its_load_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first one waits for it, with all that it had to do done."""
+    monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 3600.0, notes=False))
+    with pytest.raises(RankLostError, match=r"rank 1 has done nothing for 3 s \(rank_load_timeout_s\)"):
+        make_engine(tiny_llama, parallel=ParallelConfig(2, rank_load_timeout_s=3.0))
+    assert not children_of(os.getpid(), "slow_loader")
+
+
+def test_a_load_that_goes_on_may_take_longer_than_the_limit(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits meanwhile, and does nothing."""
+    monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 8.0, notes=True))
+    begun = time.monotonic()
+    make_engine(tiny_llama, parallel=ParallelConfig(2, rank_load_timeout_s=5.0)).close()
+    assert time.monotonic() - begun > 8.0
+
+
+def test_a_rank_that_is_stuck_in_a_wake_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that reads its weights again."""
+    monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 3600.0, notes=False, first=1))
+    parallel = ParallelConfig(pipeline_parallel_size=2, rank_load_timeout_s=3.0)
+    with closing(make_engine(tiny_llama, parallel=parallel)) as engine:
+        for control in (Control(SLEEP, 2), Control(WAKE_UP)):
+            order = engine.post(control)
+            run_steps(engine, {})
+        with pytest.raises(RankLostError, match=r"rank 1 has done nothing for 3 s \(rank_load_timeout_s\), after"):
+            order.wait()
+
+
+@pytest.mark.parametrize("stuck", ["stuck first rank"], indirect=True)
+def test_a_first_rank_that_is_stuck_in_its_load_is_named(stuck: StuckEngine) -> None:
+    assert b"rank 0 has done nothing for 3 s (rank_load_timeout_s)" in stuck.backend.next(FrameType.LOAD_FAILED)
+    assert stuck.process.wait(PATIENCE_S) == 1
+
+
+def test_a_rank_of_another_node_that_is_stuck_in_its_load_is_named(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers the engine all the time. Its process ends, and `slipstream worker` starts it again."""
+    slow = "import sys\nif any('node_rank' in one for one in sys.orig_argv):\n    import slow_loader\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{slow}    slow_loader.patch(1, 3600.0, False, 0)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with Node(tmp_path, b"a secret of two machines") as node:
+        rank = node.rank()
+        nodes = ParallelConfig(2, num_nodes=2, rank_address=node.address, rank_secret_file=str(node.secret))
+        with pytest.raises(RankLostError, match=r"rank 1 of node 1 has done nothing for 8 s \(rank_load_timeout_s\)"):
+            make_engine(tiny_llama, parallel=replace(nodes, rank_load_timeout_s=8.0, node_timeout_s=PATIENCE_S))
+        wait_until(lambda: not is_alive(rank), "the rank to end with the load")

@@ -1,8 +1,9 @@
-"""The process of a rank whose loads take long: what rank_processes starts instead of
+"""The process of a rank whose loads take long, and say that they go on or do not: what rank_processes starts instead of
 rank_main. Every node's rank of this kind may be made by a sitecustomize.py, see `patch`."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 from slipstream.core.config import EngineConfig
@@ -13,26 +14,32 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker import worker
 from slipstream.worker.memory_plan import Hardware
 
+PERIOD_S = 0.3
 
-def start_of(number: int, seconds: float, first: int = 0) -> str:
+
+def start_of(number: int, seconds: float, notes: bool, first: int = 0) -> str:
     """The code of rank_processes._START, by which the rank of this number needs so long for its loads from that of this
-    index on: 0 is the load, 1 the first wake at level 2."""
-    code = f"from slow_loader import main; main({number}, {seconds}, {first})"
+    index on: 0 is the load, 1 the first wake at level 2. notes: whether it says that it goes on."""
+    code = f"from slow_loader import main; main({number}, {seconds}, {notes}, {first})"
     return f"import sys; sys.path[:] = {{path!r}}; {code}"
 
 
-def patch(number: int, seconds: float, first: int) -> None:
+def patch(number: int, seconds: float, notes: bool, first: int) -> None:
     load, num_loads = worker.load_target, [0]
 
     def slowly(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
         num_loads[0] += 1
         if hardware.parallel.number == number and num_loads[0] > first:
-            time.sleep(seconds)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                threading.Event().wait(PERIOD_S)
+                if notes:
+                    hardware.parallel.note("a part")
         return load(config, spec, hardware, phases)
 
     worker.load_target = slowly  # type: ignore[attr-defined]
 
 
-def main(number: int, seconds: float, first: int) -> None:
-    patch(number, seconds, first)
+def main(number: int, seconds: float, notes: bool, first: int) -> None:
+    patch(number, seconds, notes, first)
     rank_main.main()

@@ -14,6 +14,7 @@ from typing import NoReturn
 from failing_rank import start_of
 from slipstream.core.errors import EngineError
 from slipstream.engine import executor, main, rank_processes, ranks
+from slipstream.engine.load_watch import LoadWatch
 from slipstream.worker.model_runner import ModelRunner
 
 
@@ -51,11 +52,18 @@ def fails_and_waits(folder: Path) -> None:
     ranks.leave = lambda device: stuck(folder)
 
 
+def is_limited(folder: Path) -> None:
+    """To less than the parameter may say."""
+    ranks.LoadWatch = lambda limit_s: LoadWatch(3.0)  # type: ignore[assignment,misc]
+    waits_in_warm_up(folder, 1)
+
+
 PLACES: dict[str, Callable[[Path], None]] = {
     "load": lambda folder: waits_in_warm_up(folder, 1),
     "wake": lambda folder: waits_in_warm_up(folder, 2),
     "failing rank": waits_for_a_rank_that_fails,
     "end": fails_and_waits,
+    "stuck first rank": is_limited,
 }
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "pipeline_layers": "10,12,10",
         "rank_address": "first:1234",
         "rank_secret_file": "/secret",
+        "rank_load_timeout_s": "45.5",
         "node_timeout_s": "2.5",
         "node_start_timeout_s": "2.5",
     }
@@ -131,6 +132,7 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"rank_address": "29500"}, "rank_address='29500': accepted: HOST:PORT"),
         ({"max_mixed_step_ratio": "0.5"}, "max_mixed_step_ratio='0.5': accepted: 0 or a number from 1 to 1000"),
         ({"max_mixed_step_ratio": "nan"}, "max_mixed_step_ratio='nan': accepted: 0 or a number from 1 to 1000"),
+        ({"rank_load_timeout_s": "5"}, "rank_load_timeout_s='5': accepted: a number from 30 to 86400"),
         ({"node_timeout_s": "0.5"}, "node_timeout_s='0.5': accepted: a number from 1 to 3600"),
         ({"pipeline_parallel_size": "9"}, "pipeline_parallel_size='9': accepted: an integer from 1 to 8"),
         ({"pipeline_layers": "2,0"}, "pipeline_layers='2,0': accepted: numbers from 1 on with commas"),

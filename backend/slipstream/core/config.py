@@ -110,14 +110,16 @@ class ParallelConfig:
     """tensor_parallel_size: processes, each with a device and a part of every layer. pipeline_parallel_size: groups of
     these, each with some of the layers; pipeline_layers: their numbers, with commas, "" = by memory.
 
-    rank_timeout_s: how long the others may keep a step waiting. num_nodes: machines that have the same number of them
-    each; the engine's listens at rank_address for those of the others, which know the secret of rank_secret_file."""
+    rank_timeout_s: how long the others may keep a step waiting. rank_load_timeout_s: how long one may do nothing of a
+    load or a wake, unless it waits for another. num_nodes: machines that have the same number of them each; the
+    engine's listens at rank_address for those of the others, which know the secret of rank_secret_file."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pipeline_layers: str = ""
     expert_parallel: bool = False  # ranks have whole experts, instead of a part of each
     rank_timeout_s: float = 60.0
+    rank_load_timeout_s: float = 600.0
     num_nodes: int = 1
     rank_address: str = "0.0.0.0:29500"
     rank_secret_file: str = ""

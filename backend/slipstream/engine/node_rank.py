@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from slipstream.core.load_progress import LoadProgress
 from slipstream.engine.child_process import end_with
+from slipstream.engine.load_watch import Report
 from slipstream.engine.main import configure_logging
 from slipstream.engine.rank_link import HANDSHAKE_TIMEOUT_S, Link, LinkError, connect, read_secret
 from slipstream.engine.rank_process import RankSetup, run
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _REPEAT_S = 60.0  # how often the same reason is logged
 _QUESTIONS_PER_TIMEOUT = 4
+_MAX_PAUSE_S = 5.0  # between questions, which say how a load goes on
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,19 @@ class StepsConnection:
 
 
 class Control:
-    """Questions to the engine, one at a time. Any thread. See also torch's Store, whose part it has that ranks need."""
+    """Questions to the engine, one at a time. Any thread. See also torch's Store, whose part it has that ranks need,
+    and load_watch.LoadReports."""
 
     def __init__(self, link: Link, timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
         self._lock = threading.Lock()
+        self._load: tuple[LoadProgress, int] | None = None  # under way, and the id of its thread
+
+    def begin(self, progress: LoadProgress) -> None:
+        self._load = progress, threading.get_ident()
+
+    def end(self) -> None:
+        self._load = None
 
     def ask(self, *question: Any) -> Any:
         """Raises EOFError, OSError or LinkError if the engine is gone."""
@@ -91,10 +102,12 @@ class Control:
 
     def watch(self) -> None:
         """A thread that ends the process when the engine is gone: the main one may be stuck."""
+        pause_s = min(self._timeout_s / _QUESTIONS_PER_TIMEOUT, _MAX_PAUSE_S)
         try:
             while True:
-                self.ask("ping")
-                self._link.has_data(self._timeout_s / _QUESTIONS_PER_TIMEOUT)  # or its end, which is found at once
+                load = self._load
+                self.ask("ping", *(() if load is None else Report.of(*load).message))
+                self._link.has_data(pause_s)  # or its end, which is found at once
         except (EOFError, OSError, LinkError, ValueError) as error:
             logger.error("the engine is gone: %s", error or "the connection has ended")
             sys.stderr.flush()
@@ -158,7 +171,7 @@ def main() -> NoReturn:
         logger.info("rank %d has joined the engine at %s:%d", own.rank, own.host, own.port)
         threading.Thread(target=control.watch, name="control", daemon=True).start()
         store: dist.Store = WatchedStore(control, lambda: None)
-        status = run(connection, setup_here(setup, own, steps), store)
+        status = run(connection, setup_here(setup, own, steps), store, control)
     except (EOFError, OSError):
         logger.warning("the connection to the engine has ended")
     except LinkError as error:

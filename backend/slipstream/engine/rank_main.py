@@ -11,7 +11,7 @@ from slipstream.engine.child_process import end_with
 
 
 def main() -> NoReturn:
-    """Arguments: the socket to the engine, and the engine's process id."""
+    """Arguments: the socket to the engine, the engine's process id, and the socket of reports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(int(sys.argv[2]))
     with uncollected_imports():

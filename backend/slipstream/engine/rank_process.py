@@ -1,5 +1,5 @@
 """The process of a rank other than the first: makes every call of the worker that the first one makes, and decides
-nothing. Its parent is the engine process, with which it ends. Single-threaded.
+nothing. Its parent is the engine process, with which it ends. Main thread; while it loads, a second one reports.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
 
@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.load_progress import LoadProgress
 from slipstream.core.start_up import StartUp
+from slipstream.engine.load_watch import ConnectionReports, LoadReports
 from slipstream.engine.main import configure_logging
-from slipstream.engine.rank_processes import ANSWERED_CALLS, BROKEN, DONE, FAILED
+from slipstream.engine.rank_processes import ANSWERED_CALLS, BROKEN, DONE, FAILED, LOADING_CALLS
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.first_launch import begin_first_launch
 from slipstream.worker.interface import Worker
@@ -49,12 +51,13 @@ class EngineConnection(Protocol):
     def recv(self) -> Any: ...
 
 
-def load(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> Worker:
+def load(connection: EngineConnection, setup: RankSetup, store: dist.Store, progress: LoadProgress) -> Worker:
     """Say hello, join, report free memory, receive the plan, load."""
     connection.send(("hello", None))
     phases = StartUp()
     begin_first_launch(setup.hardware.device, phases)
     hardware = join(store, setup.hardware, setup.config.model.deterministic, setup.interface)
+    hardware = replace(hardware, parallel=replace(hardware.parallel, progress=progress))
     connection.send(("memory", free_device_memory(hardware)))
     plan = connection.recv()
     assert isinstance(plan, MemoryPlan)
@@ -63,22 +66,29 @@ def load(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> W
     return worker
 
 
-def serve(connection: EngineConnection, worker: Worker) -> None:
+def serve(connection: EngineConnection, worker: Worker, reports: LoadReports, progress: LoadProgress) -> None:
     """Make the first rank's calls until it closes the connection. What they return is the first rank's to use."""
     while True:
         try:
             name, *arguments = connection.recv()
         except EOFError:
             return
+        if name in LOADING_CALLS:
+            reports.begin(progress)
         getattr(worker, name)(*arguments)
+        if name in LOADING_CALLS:
+            reports.end()
         if name in ANSWERED_CALLS:
             connection.send((DONE, None))
 
 
-def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> int:
+def run(connection: EngineConnection, setup: RankSetup, store: dist.Store, reports: LoadReports) -> int:
     """The exit status. Raises EOFError or OSError if the engine gives up its load, whose reason it tells itself."""
+    progress = LoadProgress()
     try:
-        worker = load(connection, setup, store)
+        reports.begin(progress)
+        worker = load(connection, setup, store, progress)
+        reports.end()
     except EOFError:
         raise
     except Exception as error:
@@ -87,7 +97,7 @@ def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> in
         connection.send((BROKEN if _is_of_a_call(error) else FAILED, str(error)))
         return 1
     try:
-        serve(connection, worker)
+        serve(connection, worker, reports, progress)
     except Exception:
         logger.exception("rank %d failed", setup.hardware.parallel.number)
         return 1
@@ -101,7 +111,7 @@ def _is_of_a_call(error: Exception) -> bool:
 
 
 def main() -> NoReturn:
-    """What rank_main.py goes on with. Argument: the socket to the engine."""
+    """What rank_main.py goes on with, and its arguments."""
     configure_logging()
     if logging.getLogger().level == logging.INFO:
         logging.getLogger().setLevel(logging.WARNING)  # the first rank says the same
@@ -110,7 +120,9 @@ def main() -> NoReturn:
         connection: Connection = Connection(int(sys.argv[1]))
         setup = connection.recv()
         assert isinstance(setup, RankSetup)
-        status = run(connection, setup, file_store(setup.store_path, setup.hardware))
+        limit_s = setup.config.parallel.rank_load_timeout_s
+        reports = ConnectionReports(Connection(int(sys.argv[3])), limit_s)
+        status = run(connection, setup, file_store(setup.store_path, setup.hardware), reports)
     except (EOFError, OSError):
         status = 0  # the engine is gone
     sys.stderr.flush()

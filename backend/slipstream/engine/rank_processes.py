@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import EngineError
+from slipstream.engine.load_watch import Report
 
 MOST_AHEAD = 8  # ranks of a machine that are started before it is known whether it has a device for each
 _WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
@@ -27,6 +28,7 @@ _END_TIMEOUT_S = 5.0  # for all together
 FAILED, BROKEN = "failed", "broken"  # what a rank says that cannot load: by itself, or because a call to others failed
 DONE = "done"  # of one of ANSWERED_CALLS
 ANSWERED_CALLS = ("sleep",)  # that the first rank waits for; others end in calls between ranks, or need no end
+LOADING_CALLS = ("wake",)  # that take as long as a load, and are watched like one
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_main import main; main()"
 
 
@@ -51,16 +53,18 @@ class RankProcess:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        ours, theirs = socket.socketpair()
+        (ours, theirs), (our_reports, their_reports) = socket.socketpair(), socket.socketpair()
         path = [place for place in sys.path if place]  # without the current directory, for safety
-        arguments = [str(theirs.fileno()), str(os.getpid())]
+        fds = theirs.fileno(), their_reports.fileno()
+        arguments = [str(fds[0]), str(os.getpid()), str(fds[1])]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(path=path), *arguments],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=fds,
         )
         theirs.close()
-        self.connection = Connection(ours.detach())
+        their_reports.close()
+        self.connection, self._reports = Connection(ours.detach()), Connection(our_reports.detach())
         self._has_part = self._was_stopped = False
         self.end = _end_of(self._process.pid)
 
@@ -90,6 +94,16 @@ class RankProcess:
             return self.connection.recv() if self.connection.poll(timeout_s) else None
         except (EOFError, OSError):
             return None
+
+    def report(self) -> Report | None:
+        """The latest of a load that has come since the last call; see load_watch.py. Any one thread."""
+        found = None
+        try:
+            while self._reports.poll(0.0):
+                found = Report.received(*self._reports.recv())
+        except (EOFError, OSError):
+            pass  # its loss is found otherwise
+        return found
 
     def loss(self) -> str:
         """What has become of the process, "" if it runs. Any one thread."""

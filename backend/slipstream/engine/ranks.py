@@ -1,9 +1,9 @@
 """The other ranks of a model that several processes share, as the first one, the engine, has them.
 
 Each is a child process (engine/rank_processes.py), or one of another node (engine/remote_ranks.py), that makes every
-call of the worker which LeadingWorker makes. If one ends, stops, or keeps a step waiting for longer than
-rank_timeout_s, all of them are killed, and the engine fails with RankLostError: ranks hold parts of every request, so
-none can go on alone. Engine thread, except where noted.
+call of the worker which LeadingWorker makes. If one ends, stops, keeps a step waiting for longer than rank_timeout_s,
+or is stuck in a load (load_watch.py), all of them are killed, and the engine fails with RankLostError: ranks hold parts
+of every request, so none can go on alone. Engine thread, except where noted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig, ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
+from slipstream.core.load_progress import LoadProgress
+from slipstream.engine.load_watch import LoadWatch
 from slipstream.engine.rank_process import RankSetup
-from slipstream.engine.rank_processes import DONE, RankFailure, RankProcess, RankProcesses, failure_of
+from slipstream.engine.rank_processes import (
+    DONE,
+    LOADING_CALLS,
+    RankFailure,
+    RankProcess,
+    RankProcesses,
+    failure_of,
+)
 from slipstream.engine.remote_ranks import Joined, Listener, RemoteRank
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import (
@@ -70,7 +79,8 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.Lock()
         self._is_closing = False
-        self._busy_since = 0.0  # time.monotonic() of a call that runs
+        self._busy_since = 0.0  # time.monotonic() of a step that runs
+        self._progress, self._load_watch = LoadProgress(), LoadWatch(parallel.rank_load_timeout_s)
         self.lost: RankLostError | None = None
         self._lost_number = 0
         self._failures: dict[int, RankFailure] = {}  # that ranks have told while they load, by their numbers
@@ -98,6 +108,7 @@ class Ranks:
         """The worker that `make` makes here, while the other ranks make theirs. Raises EngineError if one cannot."""
         if not self._others:
             return make(self._hardware)
+        self._watch_load()
         try:
             self._send(plan, self._others)
             worker = self._made = make(self._hardware)
@@ -105,6 +116,7 @@ class Ranks:
                 rank.receive("ready")
         except Exception as error:
             raise self._cause_of(error) from error
+        self._load_watch.end()
         if self._hardware.parallel.num_nodes > 1 and self._hardware.device.type == "cpu":
             limit_calls(self._timeout_s)
         return LeadingWorker(worker, self)
@@ -119,12 +131,15 @@ class Ranks:
     def begin(self, *call: object, is_step: bool = True) -> None:
         """Have the other ranks make a call; this one makes it until `end`. is_step: rank_timeout_s holds for it."""
         self._busy_since = time.monotonic() if is_step else 0.0
+        if call[0] in LOADING_CALLS:
+            self._watch_load()
         own_stage = self._others[: self._hardware.parallel.size - 1]
         self._send(call, own_stage if call[0] in FIRST_STAGE_CALLS else self._others)
 
     def end(self) -> None:
         """Raises RankLostError if another rank was lost meanwhile: what the call computed is worth nothing."""
         self._busy_since = 0.0
+        self._load_watch.end()
         self.check()
 
     def await_all(self) -> None:
@@ -201,7 +216,8 @@ class Ranks:
         for rank in self._others:
             rank.receive("hello", _START_TIMEOUT_S)
         store = file_store(setup.store_path, own, self.check)
-        self._hardware = join(store, own, setup.config.model.deterministic, setup.interface)
+        met = join(store, own, setup.config.model.deterministic, setup.interface)
+        self._hardware = replace(met, parallel=replace(met.parallel, progress=self._progress))
         found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
         self.free_bytes = min(free_device_memory(own), *found)
 
@@ -232,6 +248,19 @@ class Ranks:
         finally:
             listener.close()
 
+    def _watch_load(self) -> None:
+        self._load_watch.begin(self._progress, [rank.number for rank in self._others])
+
+    def _stuck(self) -> tuple[int, str]:
+        """The rank that is stuck in a load and why, or (0, "")."""
+        reports = {rank.number: report for rank in self._others if (report := rank.report()) is not None}
+        number, reason = self._load_watch.look(reports)
+        if not reason:
+            return 0, ""
+        parallel = self._hardware.parallel
+        node = f" of node {parallel.of_number(number).node}" if parallel.num_nodes > 1 else ""
+        return number, f"rank {number}{node} {reason}"
+
     def _kill(self) -> None:
         """All at once. Any thread."""
         for rank in self._others:
@@ -244,6 +273,8 @@ class Ranks:
                 return False
             losses = ((rank.number, rank.loss()) for rank in self._others)
             self._lost_number, reason = next((one for one in losses if one[1]), (0, ""))
+            if not reason:
+                self._lost_number, reason = self._stuck()
             busy_since = self._busy_since
             if not reason and busy_since and time.monotonic() - busy_since > self._timeout_s:
                 reason = f"a step has waited for the other ranks for {self._timeout_s:g} s (rank_timeout_s)"

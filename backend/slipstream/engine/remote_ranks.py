@@ -1,8 +1,9 @@
 """The engine's side of ranks on other nodes: it listens for them, and has two connections to each (rank_link.py).
 
 One carries steps. The other is a request and an answer at a time, by a thread of its own: the rank asks at least every
-node_timeout_s / 4, which shows both ends that the other is there, and by it reaches the store in which ranks meet, so
-that torch.distributed opens none to the network. What a rank sends is JSON; only the engine's messages are pickled.
+node_timeout_s / 4, which shows both ends that the other is there, and says how its load goes on. By it the rank reaches
+the store in which ranks meet, so that torch.distributed opens none to the network. What a rank sends is JSON; only the
+engine's messages are pickled.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError
+from slipstream.engine.load_watch import Report
 from slipstream.engine.rank_link import HANDSHAKE_TIMEOUT_S, Link, LinkError, accept, read_secret
 from slipstream.engine.rank_processes import value_of
 
@@ -49,6 +51,7 @@ class RemoteRank:
         self._steps, self._control = joined.steps, joined.control
         self._store, self._timeout_s = store, timeout_s
         self._loss = ""
+        self._report: Report | None = None
         threading.Thread(target=self._answer, name=f"rank {self.number}", daemon=True).start()
 
     def begin(self, setup: object) -> None:
@@ -84,6 +87,11 @@ class RemoteRank:
             self._lose(f"rank {self.number}: {error}")
             return None
 
+    def report(self) -> Report | None:
+        """See RankProcess.report."""
+        report, self._report = self._report, None
+        return report
+
     def loss(self) -> str:
         """See RankProcess.loss."""
         return self._loss
@@ -104,6 +112,8 @@ class RemoteRank:
             while True:
                 question = json.loads(self._control.receive(self._timeout_s))
                 self._control.send(json.dumps(_answer(self._store, question)).encode())
+                if question[0] == "ping" and len(question) > 1:
+                    self._report = Report.received(*question[1:])
         except TimeoutError:
             self._lose(f"rank {self.number} has not been heard of for {self._timeout_s:g} s (node_timeout_s)")
         except (EOFError, OSError):

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, EngineError
+from slipstream.core.load_progress import LoadProgress
 
 T = TypeVar("T")
 # Features along which kernels step, and of most groups of 4-bit weights and blocks of scales.
@@ -68,7 +69,8 @@ class Pipe(Protocol):
 class Parallel:
     """rank, size: of those that share every layer of a stage. layers: numbers of layers of the stages, empty for one
     stage of all. splits_experts: a rank has some experts whole, instead of a part of every expert. num_nodes: machines
-    that have the same number of ranks each, the first ranks on the first."""
+    that have the same number of ranks each, the first ranks on the first. progress: of this rank's load, which others
+    wait for."""
 
     rank: int = 0
     size: int = 1
@@ -78,6 +80,7 @@ class Parallel:
     stage: int = 0
     layers: tuple[int, ...] = ()
     pipe: Pipe | None = field(default=None, compare=False)
+    progress: LoadProgress | None = field(default=None, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -97,6 +100,16 @@ class Parallel:
     def num_local(self) -> int:
         """Ranks of a machine."""
         return self.num_ranks // self.num_nodes
+
+    @property
+    def node(self) -> int:
+        """The machine of this rank."""
+        return self.number // self.num_local
+
+    def note(self, done: str) -> None:
+        """What this rank has done of its load just now: one that does nothing for long is taken for stuck."""
+        if self.progress is not None:
+            self.progress.note(done)
 
     def of_number(self, number: int) -> Parallel:
         """Another rank's."""

@@ -18,6 +18,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.hf_config import read_json
 from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.parallel import Parallel
 from slipstream.nn.stored_names import tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
@@ -43,7 +44,7 @@ def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
         names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
         elsewhere = decoder.weight_slots(names).keys() - decoder.own_slots(names).keys()
         slots = {name: slot for name, slot in slots.items() if name not in elsewhere}
-    _stream(slots, headers)
+    _stream(slots, headers, decoder.context.parallel)
 
 
 def check_checkpoint(
@@ -97,6 +98,7 @@ def draw_dummies(decoder: Decoder, seed: int) -> None:
     for slot in decoder.own_slots(FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)).values():
         tensor = torch.empty(slot.shape, device=device, dtype=dtype)
         slot.load(tensor.normal_(slot.mean, slot.std, generator=generator))
+        decoder.context.parallel.note("dummy weights")
 
 
 def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
@@ -171,7 +173,7 @@ def _listed(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:_NUM_NAMED])}{more}"
 
 
-def _stream(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]) -> None:
+def _stream(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader], parallel: Parallel) -> None:
     """Load indices first, then file by file in the order of the slots, so that merged layers are completed and packed
     one after another."""
     stored = {name: slot for name, slot in slots.items() if name in headers}
@@ -179,13 +181,14 @@ def _stream(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]
         chosen = {name: slot for name, slot in stored.items() if slot.is_index == is_index}
         for file in dict.fromkeys(headers[name].file for name in chosen):
             own = {headers[name].name: slot for name, slot in chosen.items() if headers[name].file == file}
-            _load_file(file, own)
+            _load_file(file, own, parallel)
 
 
-def _load_file(file: Path, slots: Mapping[str, WeightSlot]) -> None:
+def _load_file(file: Path, slots: Mapping[str, WeightSlot], parallel: Parallel) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name, slot in slots.items():
             try:
                 slot.load(tensors.get_tensor(name))
             except ValueError as error:
                 raise ConfigError("model", str(file), f"tensor {name} {error}") from error
+            parallel.note(name)

@@ -69,7 +69,7 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
     with pages_without_holes(device):
         model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     phases.join()
-    finish_phase(phases, "weights", device)
+    finish_phase(phases, "weights", hardware)
     return model
 
 
@@ -87,7 +87,7 @@ class ModelRunner:
         drafts: DraftLayout = NO_DRAFTS,
     ) -> None:
         device, spec = hardware.device, model.spec
-        self._model, self._device = model, device
+        self._model, self._hardware, self._device = model, hardware, device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._parallel = parallel = hardware.parallel
         scales = [layer.attention.kv_scales for layer in model.own_layers]
@@ -107,7 +107,7 @@ class ModelRunner:
         self._prompt_rows: torch.Tensor | None = None  # of prompt graphs that compute all rows
         self._prompt_logprobs = PromptLogprobs()
         self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
-        finish_phase(phases, "KV pool", device)
+        finish_phase(phases, "KV pool", hardware)
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         if parallel.num_stages > 1 and config.speculation.loaded:  # the first drafts, but all have the same graphs
             refusal = "the model has several stages, and steps may have drafts"
@@ -141,7 +141,7 @@ class ModelRunner:
         self._parallel.decide(None)  # waits until every rank has loaded: one that cannot load breaks this, and no more
         self._warm_up(config)
         self._padding_rows = self._warm_up_drafts(drafts)
-        finish_phase(phases, "warm-up", self._device)
+        finish_phase(phases, "warm-up", self._hardware)
         if self._stage is not None:
             self._stage.graphs.capture()
         self._prompt_graphs.capture()
@@ -149,7 +149,7 @@ class ModelRunner:
         self.layered.graphs.capture(beside=self._graphs)
         if self._adapters is not None and self._adapters.graphs is not None:
             self._adapters.graphs.capture(beside=self._graphs)
-        finish_phase(phases, "graphs", self._device)
+        finish_phase(phases, "graphs", self._hardware)
 
     @torch.inference_mode()
     def _time_steps(self, plan: MemoryPlan) -> dict[GraphShape, float]:
@@ -346,6 +346,7 @@ class ModelRunner:
         for num_tokens in warm_up_sizes(self._max_num_tokens) if is_gpu else (1,):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
+            self._parallel.note(f"warm-up of {num_tokens} tokens")
             if hidden is None:
                 continue
             logits = self._model.raw_logits(hidden[:1])
@@ -387,10 +388,11 @@ def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> 
     return make_processors(config.model, ProcessorContext(spec.vocab_size, hardware.device, tokenizer))
 
 
-def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def finish_phase(phases: StartUp, name: str, hardware: Hardware) -> None:
+    if hardware.device.type == "cuda":
+        torch.cuda.synchronize(hardware.device)
     phases.finish(name)
+    hardware.parallel.note(name)
 
 
 def enter_device(device: torch.device) -> None:

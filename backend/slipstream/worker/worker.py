@@ -73,12 +73,12 @@ class ModelWorker:
         methods = () if hardware.parallel.stage else config.speculation.loaded
         self.speculator = Speculator(methods, context)
         if methods:
-            finish_phase(phases, "drafters", hardware.device)
+            finish_phase(phases, "drafters", hardware)
         told = self.speculator.layout, target.feature_layers  # by the first stage, which alone has heads
         layout, target.feature_layers = hardware.parallel.decide(told)
         self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, layout)
         draft_seconds = self.speculator.capture(self.runner.verified_rows())
-        finish_phase(phases, "drafting", hardware.device)
+        finish_phase(phases, "drafting", hardware)
         self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))
         self._states = RequestStates(groups.num_full)
         self._waiting: RunningStep | None = None  # for its masks
