@@ -1,7 +1,8 @@
 """The engine as a library: text or token ids in, completions out, no server. What tests and benchmarks drive.
 
 The thread that waits for an answer runs the engine's steps, under a lock, and routes outputs to their requests; so any
-number of threads may generate and stream at once, and the library starts no thread of its own.
+number of threads may generate and stream at once, and the library starts no thread of its own; for a model of several
+ranks there is one that loads and steps (own_thread.py), so that who waits for it learns of a lost rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.own_thread import OwnThread
+from slipstream.engine.ranks import Ranks
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.protocol.prompts import encode_prompt
 from slipstream.protocol.request_parser import ClientRequest
@@ -87,7 +90,8 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        self.engine = Engine(config)
+        self._thread = OwnThread() if config.parallel.num_ranks > 1 else None
+        self.engine = Engine(config) if self._thread is None else _load(config, self._thread)
         self.config = self.engine.config
         self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish, self.engine.cancel)
         self._pending: dict[int, _Pending] = {}
@@ -151,7 +155,11 @@ class LLM:
         return SamplingParams(**dict(self.config.serving.generation_defaults))
 
     def close(self) -> None:
-        self.engine.close()
+        if self._thread is None:
+            self.engine.close()
+        elif not self._thread.is_lost:  # else what it holds is free when the process ends
+            self._thread.run(self.engine.close)
+            self._thread.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -226,7 +234,8 @@ class LLM:
             raise self.engine.error
 
     def _advance(self) -> None:
-        for output in self._outputs.process(self.engine.step()):
+        outputs = self.engine.step() if self._thread is None else self._thread.run(self.engine.step)
+        for output in self._outputs.process(outputs):
             pending = self._pending.get(output.request.handle)
             if pending is not None:
                 pending.outputs.append(output)
@@ -250,6 +259,17 @@ class _Pending:
 
     outputs: deque[RequestOutput] = field(default_factory=deque)
     is_done: bool = False
+
+
+def _load(config: EngineConfig, thread: OwnThread) -> Engine:
+    """An engine of several ranks, whose calls are the thread's, which ends if this raises."""
+    ranks = Ranks(config.parallel, end_load=thread.give_up)
+    try:
+        return thread.run(lambda: Engine(config, ranks=ranks))
+    except BaseException:  # also of a signal here, after which the load shall not go on
+        ranks.kill()
+        thread.close()
+        raise
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -71,8 +71,9 @@ class Ranks:
     ) -> None:
         """processes: of ranks that import already; else they begin now. The caller closes this if its load fails.
 
-        end_load: called with what makes a load fail, by a thread of its own, unless this is closed soon after: the
-        thread that loads may wait for ever for a kernel that waits for another rank."""
+        end_load: called with what makes a load fail, or with a loss that nobody else is told of (tell_losses), by a
+        thread of its own, unless this is closed soon after: the engine's thread may wait for ever for a kernel that
+        waits for another rank."""
         self._timeout_s, self._node_timeout_s = parallel.rank_timeout_s, parallel.node_timeout_s
         self._processes = processes or RankProcesses.ahead(parallel)
         self._others: list[RankProcess | RemoteRank] = []  # that have been told their part, or are about to be
@@ -176,7 +177,7 @@ class Ranks:
         if isinstance(failure, Exception) and self._others:
             self._limit_end(failure)
         if failure is not None:
-            self._kill()  # they may wait for this one, and see no end of their connections
+            self.kill()  # they may wait for this one, and see no end of their connections
             drop_locals(failure)
             if self._made is not None:
                 self._made.close()
@@ -190,6 +191,11 @@ class Ranks:
         self._others, self._folder = [], None
         if self._end_timer is not None:
             self._end_timer.cancel()
+
+    def kill(self) -> None:
+        """All at once, so that the call that is under way fails. Any thread."""
+        for rank in {*self._others, *self._processes.ranks}:
+            rank.kill()
 
     def remove_folder(self) -> None:
         """For a process that ends without `close`, and its ranks with it: the folder would be left."""
@@ -261,11 +267,6 @@ class Ranks:
         node = f" of node {parallel.of_number(number).node}" if parallel.num_nodes > 1 else ""
         return number, f"rank {number}{node} {reason}"
 
-    def _kill(self) -> None:
-        """All at once. Any thread."""
-        for rank in self._others:
-            rank.kill()
-
     def _look(self) -> bool:
         """Whether ranks are still to be looked after. Any thread."""
         with self._lock:
@@ -283,7 +284,7 @@ class Ranks:
             self.lost = RankLostError(f"{reason}: the model starts again")
             on_loss = self._on_loss or self._limit_end
         logger.error("%s", self.lost)
-        self._kill()
+        self.kill()
         on_loss(self.lost)
         return False
 

@@ -1,0 +1,77 @@
+"""A thread for the calls of a model of several ranks, so that who waits for a call is told when it cannot end.
+
+On a GPU a call may wait for ever for a kernel that waits for a lost rank, and no exception reaches its thread there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class OwnThread:
+    """Runs the calls of any threads, one after another."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._underway: set[Future[Any]] = set()
+        self._lost: Exception | None = None
+        threading.Thread(target=self._run, name="engine", daemon=True).start()  # the process may end while it waits
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a call is given up. The thread may wait for ever: nothing that it holds can be freed."""
+        return self._lost is not None
+
+    def run(self, call: Callable[[], T]) -> T:
+        """What the call returns or raises, or that with which it was given up."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._underway.add(future)
+        self._calls.put((call, future))
+        try:
+            return future.result()
+        finally:
+            with self._lock:
+                self._underway.discard(future)
+
+    def give_up(self, error: Exception) -> None:
+        """Raise this in all who wait, and who call from now on; nothing if nobody waits. Any thread."""
+        with self._lock:
+            waiting = list(self._underway)
+            self._lost = error if waiting else self._lost
+        for future in waiting:
+            with suppress(InvalidStateError):  # it has ended just now
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """End it after the calls that were made."""
+        self._calls.put((_end, Future()))
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            if call is _end:
+                return
+            try:
+                result = call()
+            except BaseException as error:
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
+            else:
+                with suppress(InvalidStateError):  # given up
+                    future.set_result(result)
+            del call, future
+
+
+def _end() -> None:
+    """A call that ends the thread."""
