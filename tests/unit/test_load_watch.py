@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +112,8 @@ def test_marks_change_with_what_is_done_and_with_what_is_read(tmp_path: Path, mo
         io.write_text(f"rchar: 5\nread_bytes: {read}\nwrite_bytes: 1\n")
         marks.append(progress.mark)
     assert len(set(marks)) == 4 and progress.last == "a tensor" and progress.mark == marks[-1]
+    subprocess.run([sys.executable, "-c", "import json"], check=True)
+    assert progress.mark != marks[-1], "a compiler, say"
 
 
 def test_who_waits() -> None:

@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 _IO = Path("/proc/self/io")
@@ -24,8 +25,10 @@ class LoadProgress:
 
     @property
     def mark(self) -> str:
-        """Another one when something was done, or the process has read from a disk: a large tensor may take long."""
-        return f"{self._num_done} {_bytes_read()}"
+        """Another one when something was done, when the process has read from a disk, as a large tensor may take long,
+        or when one that it has started has ended: the first start compiles kernels one after another."""
+        of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return f"{self._num_done} {_bytes_read()} {of_children.ru_utime + of_children.ru_stime}"
 
 
 def _bytes_read() -> int:
