@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +31,7 @@ from slipstream.core.errors import EngineError, RankLostError
 from slipstream.engine import rank_processes, ranks
 from slipstream.engine.engine import Engine
 from slipstream.protocol.wire import ErrorCode, FrameType
+from slipstream.worker import process_group
 
 FOUR = ParallelConfig(tensor_parallel_size=4)
 
@@ -208,6 +210,15 @@ def test_a_rank_that_is_stuck_in_a_wake_is_named(tiny_llama: Path, monkeypatch: 
             run_steps(engine, {})
         with pytest.raises(RankLostError, match=r"rank 1 has done nothing for 3 s \(rank_load_timeout_s\), after"):
             order.wait()
+
+
+def test_a_rank_that_does_not_connect_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives, and the one that connects is not."""
+    code = "import slow_loader; slow_loader.never_connects(1)"
+    monkeypatch.setattr(rank_processes, "_START", f"import sys; sys.path[:] = {{path!r}}; {code}")
+    monkeypatch.setattr(process_group, "_MEETING_TIMEOUT", timedelta(seconds=6))
+    with pytest.raises(EngineError, match=r"^rank 1: does not connect: not all ranks have come in 6 s"):
+        make_engine(tiny_llama, parallel=ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize("stuck", ["stuck first rank"], indirect=True)

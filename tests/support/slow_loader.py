@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
+import torch.distributed as dist
 from slipstream.core.config import EngineConfig
 from slipstream.core.start_up import StartUp
-from slipstream.engine import rank_main
+from slipstream.engine import rank_main, rank_process
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker import worker
@@ -38,6 +40,19 @@ def patch(number: int, seconds: float, notes: bool, first: int) -> None:
         return load(config, spec, hardware, phases)
 
     worker.load_target = slowly  # type: ignore[attr-defined]
+
+
+def never_connects(number: int) -> None:
+    """The process of a rank of this number says hello, and no more."""
+    join = rank_process.join
+
+    def stuck(store: dist.Store, own: Hardware, *others: Any) -> Hardware:
+        if own.parallel.number == number:
+            threading.Event().wait()
+        return join(store, own, *others)
+
+    rank_process.join = stuck  # type: ignore[assignment]
+    rank_main.main()
 
 
 def main(number: int, seconds: float, notes: bool, first: int) -> None:

@@ -101,6 +101,11 @@ class LoadWatch:
     def end(self) -> None:
         self._own = None
 
+    @property
+    def numbers_at_work(self) -> list[int]:
+        """Of the other ranks that did not wait when they reported last."""
+        return [number for number, report in sorted(self._reports.items()) if number and not report.waits]
+
     def look(self, reports: Mapping[int, Report]) -> tuple[int, str]:
         """The rank that is stuck and why, or (0, ""). reports: those that have come since the last look."""
         own = self._own

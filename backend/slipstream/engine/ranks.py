@@ -221,11 +221,28 @@ class Ranks:
             rank.begin(_setup_of(setup, rank.number))
         for rank in self._others:
             rank.receive("hello", _START_TIMEOUT_S)
-        store = file_store(setup.store_path, own, self.check)
-        met = join(store, own, setup.config.model.deterministic, setup.interface)
-        self._hardware = replace(met, parallel=replace(met.parallel, progress=self._progress))
+        self._watch_load()
+        self._hardware = self._joined(setup)
         found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
         self.free_bytes = min(free_device_memory(own), *found)
+
+    def _joined(self, setup: RankSetup) -> Hardware:
+        """Raises what `join` raises, or EngineError that names the ranks which have not come to it."""
+        own = setup.hardware
+        store = file_store(setup.store_path, own, self.check)
+        try:
+            met = join(store, own, setup.config.model.deterministic, setup.interface)
+        except Exception as error:
+            missing = [self._name(number) for number in self._load_watch.numbers_at_work]
+            if not missing:
+                raise
+            raise EngineError(f"{', '.join(missing)}: does not connect: {error}") from error
+        return replace(met, parallel=replace(met.parallel, progress=self._progress))
+
+    def _name(self, number: int) -> str:
+        parallel = self._hardware.parallel
+        node = f" of node {parallel.of_number(number).node}" if parallel.num_nodes > 1 else ""
+        return f"rank {number}{node}"
 
     def _cause_of(self, error: Exception) -> Exception:
         """What has made a load fail. A failure that another rank tells of itself comes first, as it breaks the calls of
@@ -261,11 +278,7 @@ class Ranks:
         """The rank that is stuck in a load and why, or (0, "")."""
         reports = {rank.number: report for rank in self._others if (report := rank.report()) is not None}
         number, reason = self._load_watch.look(reports)
-        if not reason:
-            return 0, ""
-        parallel = self._hardware.parallel
-        node = f" of node {parallel.of_number(number).node}" if parallel.num_nodes > 1 else ""
-        return number, f"rank {number}{node} {reason}"
+        return number, reason and f"{self._name(number)} {reason}"
 
     def _look(self) -> bool:
         """Whether ranks are still to be looked after. Any thread."""
