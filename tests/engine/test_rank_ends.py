@@ -154,6 +154,19 @@ def test_a_sleep_is_answered_when_all_ranks_sleep(
         assert {path.name for path in tmp_path.iterdir()} == set(map(str, range(1, parallel.num_ranks)))
 
 
+def test_a_rank_that_is_lost_in_its_sleep_is_told_at_the_wake(tiny_llama: Path) -> None:
+    """Whether or not somebody has found it by then."""
+    with closing(make_engine(tiny_llama, parallel=ParallelConfig(2))) as engine:
+        for control in (Control(SLEEP, 1), Control(WAKE_UP)):
+            if control.command == WAKE_UP:
+                ranks_here()[0].kill()
+                wait_until(lambda: not ranks_here(), "the rank to end")
+            order = engine.post(control)
+            run_steps(engine, {})
+        with pytest.raises(RankLostError, match="rank 1 has ended"):
+            order.wait()
+
+
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_rank_that_does_not_sleep_is_lost(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool

@@ -352,8 +352,8 @@ class LeadingWorker:
         self.worker.close()
 
     def _call(self, name: str, argument: object, is_step: bool = True) -> Any:
-        self._ranks.begin(name, argument, is_step=is_step)
         try:
+            self._ranks.begin(name, argument, is_step=is_step)
             result = getattr(self.worker, name)(argument)
         except Exception as error:
             lost = None if is_step else self._ranks.loss_behind_failure()  # of a step the engine looks for it
