@@ -94,5 +94,32 @@ def test_calls_of_a_thread_end_in_order_with_what_they_return_or_raise() -> None
     with pytest.raises(ValueError, match="of the call"):
         thread.run(fail)
     thread.give_up(RankLostError("nobody waits"))
-    assert not thread.is_lost and thread.run(note(3)) == 3
-    thread.close()
+    assert thread.run(note(3)) == 3
+    thread.close(note(4), 0.0)
+    assert order == [0, 1, 2, 3, 4], "a thread that is not stuck has any time for its last call"
+
+
+def given_up(thread: OwnThread, call: Callable[[], object]) -> None:
+    """Who waits for the call, and who comes behind it, are told."""
+    giver = threading.Timer(0.2, thread.give_up, [RankLostError("rank 1 is lost")])
+    giver.start()
+    for one in (call, list):
+        with pytest.raises(RankLostError, match="rank 1 is lost"):
+            thread.run(one)
+
+
+def test_what_a_stuck_thread_holds_is_freed_when_it_goes_on() -> None:
+    """At the close, or when that has waited long enough, later."""
+    release, freed = threading.Event(), threading.Event()
+    thread = OwnThread()
+    given_up(thread, release.wait)
+    threading.Timer(0.2, release.set).start()
+    thread.close(freed.set, PATIENCE_S)
+    assert freed.is_set()
+    release, freed = threading.Event(), threading.Event()
+    thread = OwnThread()
+    given_up(thread, release.wait)
+    thread.close(freed.set, 0.1)
+    assert not freed.is_set()
+    release.set()
+    assert freed.wait(PATIENCE_S)

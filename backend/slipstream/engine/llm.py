@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+_CLOSE_S = 5.0  # for a call that was given up to end after all
 
 
 @dataclass
@@ -157,9 +158,9 @@ class LLM:
     def close(self) -> None:
         if self._thread is None:
             self.engine.close()
-        elif not self._thread.is_lost:  # else what it holds is free when the process ends
-            self._thread.run(self.engine.close)
-            self._thread.close()
+        else:
+            parallel = self.config.parallel  # a rank of another node may be kept from ending: calls to it time out
+            self._thread.close(self.engine.close, parallel.rank_timeout_s if parallel.num_nodes > 1 else _CLOSE_S)
 
     def __enter__(self) -> LLM:
         return self
@@ -268,7 +269,7 @@ def _load(config: EngineConfig, thread: OwnThread) -> Engine:
         return thread.run(lambda: Engine(config, ranks=ranks))
     except BaseException:  # also of a signal here, after which the load shall not go on
         ranks.kill()
-        thread.close()
+        thread.close(lambda: None, 0.0)
         raise
 
 

@@ -5,14 +5,16 @@ On a GPU a call may wait for ever for a kernel that waits for a lost rank, and n
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class OwnThread:
@@ -24,11 +26,6 @@ class OwnThread:
         self._underway: set[Future[Any]] = set()
         self._lost: Exception | None = None
         threading.Thread(target=self._run, name="engine", daemon=True).start()  # the process may end while it waits
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a call is given up. The thread may wait for ever: nothing that it holds can be freed."""
-        return self._lost is not None
 
     def run(self, call: Callable[[], T]) -> T:
         """What the call returns or raises, or that with which it was given up."""
@@ -53,9 +50,17 @@ class OwnThread:
             with suppress(InvalidStateError):  # it has ended just now
                 future.set_exception(error)
 
-    def close(self) -> None:
-        """End it after the calls that were made."""
+    def close(self, last: Callable[[], object], limit_s: float) -> None:
+        """Make a last call, for which a call that was given up has at most so long to end, and end the thread. Raises
+        what the call raises."""
+        ended: Future[object] = Future()
+        self._calls.put((last, ended))
         self._calls.put((_end, Future()))
+        wait([ended], limit_s if self._lost is not None else None)
+        if ended.done():
+            ended.result()
+        else:  # what the thread holds is free when it gets there, or the process ends
+            logger.error("the engine's thread is stuck: %s", self._lost)
 
     def _run(self) -> None:
         while True:
