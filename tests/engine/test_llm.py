@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig
@@ -52,6 +53,53 @@ def test_text_and_ids_agree(llm: LLM) -> None:
         whole = tokenizer.decode(completion.prompt_token_ids + completion.token_ids)
         assert whole == tokenizer.decode(completion.prompt_token_ids) + completion.text
     assert llm.generate(TEXTS[0], PARAMS)[0].text == by_text[0].text
+
+
+def test_the_forms_of_prompts_that_vllm_has(llm: LLM) -> None:
+    ids = llm.engine.tokenizer.encode(TEXTS[1])
+    expected = llm.generate(TEXTS[1], PARAMS)[0].text
+    forms = [{"prompt": TEXTS[1]}, {"prompt_token_ids": ids}, {"prompt": "not read", "prompt_token_ids": tuple(ids)}]
+    for prompts in (*forms, forms, np.array(ids), np.array([ids, ids]), iter([TEXTS[1]])):
+        answers = llm.generate(prompts, sampling_params=PARAMS)
+        assert {(answer.text, tuple(answer.prompt_token_ids)) for answer in answers} == {(expected, tuple(ids))}
+    assert "".join(piece.text for piece in llm.stream(forms[1], sampling_params=PARAMS)) == expected
+
+
+def test_a_salt_of_a_prompt_parts_cached_prefixes(llm: LLM) -> None:
+    ids = list(range(40, 80))
+    llm.generate({"prompt_token_ids": ids, "cache_salt": "one"}, PARAMS)
+    cached = [llm.generate({"prompt_token_ids": ids, "cache_salt": salt}, PARAMS)[0] for salt in ("one", "two")]
+    assert cached[0].num_cached_tokens > 0 == cached[1].num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "^multi_modal_data: is not served"),
+        ({"input_ids": [1, 2]}, "^input_ids: .* accepted: prompt_token_ids"),
+        ({}, "^prompt: is missing"),
+        ({"prompt": 5}, "^prompt: got int"),
+        ({"prompt_token_ids": "abc"}, "^prompt_token_ids: got str"),
+        ({"prompt_token_ids": [1, "b"]}, "^prompt_token_ids: got a list with str"),
+        ({"prompt": "a", "cache_salt": 5}, "^cache_salt: "),
+        ([{"prompt": "a"}, [1.5]], "^prompt: got a list with float"),
+        (5, "^prompts: got int"),
+        (b"abc", "^prompt: got bytes"),
+    ],
+)
+def test_other_forms_of_prompts_are_refused_by_name(llm: LLM, prompts: object, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate(prompts, PARAMS)  # type: ignore[arg-type]
+    assert not llm.engine.has_work
+
+
+def test_what_is_no_sampling_params_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^params: got dict"):
+        llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"^sampling_params: given beside params"):
+        llm.generate("a", PARAMS, sampling_params=PARAMS)
+    unset = SamplingParams(stop=None, bad_words=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert unset == SamplingParams()
 
 
 def test_stream_is_generate(llm: LLM) -> None:
@@ -160,6 +208,36 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     completion = llm.chat([{"role": "user", "content": "hello"}], PARAMS)[0]
     assert llm.engine.tokenizer.decode(completion.prompt_token_ids, False) == "<|user|>hello\n"
     assert len(llm.chat([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], PARAMS)) == 2
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert llm.chat([{"role": "user", "content": parts}], sampling_params=PARAMS)[0].text == completion.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("hello", "^messages: got str"),
+        ({"role": "user", "content": "a"}, "^messages: got dict"),
+        ([[]], "^messages: got an empty conversation"),
+        ([{"content": "a"}], r"^messages\[0\]: is no message"),
+        ([{"role": "user"}], r"^messages\[0\].content: is missing"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"^messages\[0\].content\[0\]: got image_url"),
+    ],
+)
+def test_other_forms_of_chats_are_refused_by_name(llm: LLM, messages: object, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.chat(messages, PARAMS)  # type: ignore[arg-type]
+
+
+def test_a_chat_passes_tools_and_values_to_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    source += "{{ m.content }}{% endfor %}{{ tools[0].function.name }}{{ mood }}{{ add_generation_prompt }}"
+    monkeypatch.setattr(llm._chat_tokenizer, "chat_template", source)
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [{"role": "assistant", "content": "a", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    values = {"mood": "calm", "add_generation_prompt": False}
+    [answer] = llm.chat(messages, PARAMS, tools=tools, chat_template_kwargs=values)
+    assert llm.engine.tokenizer.decode(answer.prompt_token_ids, False) == "RomeaweathercalmFalse"
 
 
 def test_one_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:

@@ -87,6 +87,9 @@ class SamplingParams:
 
     def __post_init__(self, are_checked: bool) -> None:
         if not are_checked:
+            for name in _LISTS:
+                if getattr(self, name) is None:  # vLLM's default of its lists
+                    object.__setattr__(self, name, ())
             for name in _TEXTS:
                 if isinstance(text := getattr(self, name), str):  # one string, as requests may have it
                     object.__setattr__(self, name, (text,))
@@ -179,5 +182,6 @@ _NOT_WITH_BEAMS = (
 )
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)
 FIELD_NAMES = tuple(name for name, _, _ in _KINDS)
+_LISTS = tuple(name for name, _, default in _KINDS if default == ())
 _TEXTS = tuple(name for name, kind, _ in _KINDS if isinstance(kind, Texts))
 _WITH_TOKEN_IDS = tuple((name, kind) for name, kind, _ in _KINDS if isinstance(kind, TokenIds | WordsIds | TokenBiases))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -20,12 +20,14 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.control import RELOAD, SLEEP, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
+from slipstream.core.kv_cache import salted_key
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.own_thread import OwnThread
+from slipstream.engine.prompt_forms import Message, Prompt, ReadPrompt, read_conversations, read_prompt, read_prompts
 from slipstream.engine.ranks import Ranks
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.protocol.prompts import encode_prompt
@@ -34,8 +36,7 @@ from slipstream.protocol.request_parser import ClientRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Params = SamplingParams | Sequence[SamplingParams]
 _CLOSE_S = 5.0  # for a call that was given up to end after all
 
 
@@ -100,43 +101,57 @@ class LLM:
         self._lock = threading.Lock()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: Params | None = None, *, sampling_params: Params | None = None
     ) -> list[Completion]:
         """Complete every prompt in one in-flight batch; n completions per prompt, in order of prompt and sequence.
 
-        params: one for all, or one per prompt; without any, `default_params`. Raises RequestError if a prompt cannot
-        be served (none is then), EngineError if the engine fails.
+        prompts: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, which may have a `cache_salt`; or
+        a list of these. params: one for all, or one per prompt; without any, `default_params`. sampling_params: vLLM's
+        name of it. Raises RequestError if a prompt cannot be served (none is then), EngineError if the engine fails.
         """
-        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        each = list(params) if isinstance(params, Sequence) else [params or self.default_params] * len(token_ids)
-        if len(each) != len(token_ids):
-            raise RequestError("params", f"{len(each)} for {len(token_ids)} prompts")
+        read = read_prompts(prompts)
+        each = self._params_of(len(read), params, sampling_params)
+        requests = [self._request(prompt, wanted) for prompt, wanted in zip(read, each)]
         handles: list[int] = []
         try:
-            for prompt, wanted in zip(token_ids, each):
-                handles.append(self._submit_in_turn(Request(prompt, wanted)))
+            for request in requests:
+                handles.append(self._submit_in_turn(request))
             completions: list[Completion] = []
-            for index, (prompt, wanted, handle) in enumerate(zip(token_ids, each, handles)):
-                completions += _collect(index, prompt, wanted.n, self._follow(handle))
+            for index, (request, handle) in enumerate(zip(requests, handles)):
+                completions += _collect(index, request.prompt_token_ids, request.params.n, self._follow(handle))
         finally:
             self._forget(handles)
         return completions
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """The pieces of one prompt's completion(s) as they are made. Leaving the loop cancels the request."""
-        handle = self._submit(Request(self._encode(prompt), params or self.default_params), stream=True)
+        [wanted] = self._params_of(1, params, sampling_params)
+        handle = self._submit(self._request(read_prompt(prompt), wanted), stream=True)
         try:
             yield from self._follow(handle)
         finally:
             self._forget([handle])
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, or several, written as the checkpoint's chat template says."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if is_one else messages
-        return self.generate([self._encode_chat(conversation) for conversation in conversations], params)
+        """Answer one conversation, or several, written as the checkpoint's chat template says.
+
+        content: text, or text parts as OpenAI has them. tools: functions in OpenAI's form, which the template shows;
+        calls stay in the text. chat_template_kwargs: for the template, such as `enable_thinking`, and
+        `add_generation_prompt` (True) and `continue_final_message` (False).
+        """
+        options = {"tools": tools and list(tools), "add_generation_prompt": True, **(chat_template_kwargs or {})}
+        prompts = [self._encode_chat(conversation, options) for conversation in read_conversations(messages)]
+        return self.generate(prompts, params, sampling_params=sampling_params)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and, on a GPU, of the weights: level 1 keeps them in host memory, 2 nowhere.
@@ -177,17 +192,32 @@ class LLM:
                 self._advance()
         order.wait()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            add_special_tokens, max_model_len = self.config.serving.add_special_tokens, self.engine.max_model_len
-            return encode_prompt("prompt", prompt, self.engine.tokenizer, add_special_tokens, max_model_len)
-        return list(prompt)
+    def _params_of(self, count: int, params: Params | None, same: Params | None) -> list[SamplingParams]:
+        """One for each of `count` prompts. same: the same argument by vLLM's name."""
+        if params is not None and same is not None:
+            raise RequestError("sampling_params", "given beside params, accepted: one of them")
+        given = params if params is not None else same
+        each = list(given) if isinstance(given, Sequence) else [given or self.default_params] * count
+        for wanted in each:
+            if not isinstance(wanted, SamplingParams):
+                told = "accepted: slipstream.SamplingParams, or a list of one per prompt"
+                raise RequestError("params", f"got {type(wanted).__name__}, {told}")
+        if len(each) != count:
+            raise RequestError("params", f"{len(each)} for {count} prompts")
+        return each
 
-    def _encode_chat(self, conversation: Sequence[Message]) -> list[int]:
+    def _request(self, prompt: ReadPrompt, params: SamplingParams) -> Request:
+        token_ids = prompt.value if not isinstance(prompt.value, str) else self._encode(prompt.value)
+        return Request(token_ids, params, prefix_key=salted_key(prompt.cache_salt))
+
+    def _encode(self, text: str) -> list[int]:
+        add_special_tokens, max_model_len = self.config.serving.add_special_tokens, self.engine.max_model_len
+        return encode_prompt("prompt", text, self.engine.tokenizer, add_special_tokens, max_model_len)
+
+    def _encode_chat(self, conversation: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
         if self._chat_tokenizer.chat_template is None:
             raise RequestError("messages", "the checkpoint has no chat template")
-        turns = [dict(message) for message in conversation]
-        text = self._chat_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = self._chat_tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         return self.engine.tokenizer.encode(str(text), add_special_tokens=False)  # the template writes them itself
 
     @cached_property
@@ -271,12 +301,6 @@ def _load(config: EngineConfig, thread: OwnThread) -> Engine:
         ranks.kill()
         thread.close(lambda: None, 0.0)
         raise
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _collect(index: int, prompt: list[int], n: int, outputs: Iterator[RequestOutput]) -> list[Completion]:
