@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
 from slipstream.core.config_table import FOREIGN, PARAMETERS
@@ -34,6 +34,8 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 def parse_config(received: WireConfig) -> EngineConfig:
     """Parse the CONFIG frame of the backend: Triton's model config as JSON, the model's folder and version."""
     triton = json.loads(received.config_json)
+    if "sequence_batching" in triton:
+        refuse_sequences()
     parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
     max_batch_size = int(triton.get("max_batch_size", 0))
     config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
@@ -43,6 +45,12 @@ def parse_config(received: WireConfig) -> EngineConfig:
     # The backend adds `replica` where a model has several engines.
     config = with_replica(config, triton.get("instance_group", ()), triton.get("replica", 0))
     return replace(config, serving=serving)
+
+
+def refuse_sequences() -> NoReturn:
+    """Triton's sequence batcher would refuse every request without a correlation id, and hold those with one back."""
+    told = "a request is a whole sequence, and the engine batches without it; accepted: leave sequence_batching out"
+    raise ConfigError("sequence_batching", "given", told)
 
 
 def with_replica(config: EngineConfig, groups: Sequence[Mapping[str, Any]], index: int) -> EngineConfig:
@@ -69,7 +77,7 @@ def parse_parameters(
                 name, value, "an unfilled placeholder; accepted: the value itself, or leave the parameter out"
             )
     config = config_from_values(parameters, is_complete=False)
-    if max_batch_size > 1:
+    if not 0 <= max_batch_size <= 1:
         raise ConfigError("max_batch_size", max_batch_size, "accepted: 0, or 1 for clients that send a batch dimension")
     model = config.model.model or _version_folder(model_dir, version)
     resolved = replace(

@@ -1,8 +1,8 @@
 """`slipstream validate`: checks a model folder as a load would, without a server and without reading weights.
 
-Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and the headers of adapters, and works out
-the memory plan, with the code of a load, so that the two cannot disagree. Needs the protobuf classes of tritonclient to
-read config.pbtxt.
+Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and the headers of adapters and drafters, and
+works out the memory plan, with the code of a load, so that the two cannot disagree. What Triton refuses by itself is in
+declared_model.py. Needs the protobuf classes of tritonclient to read config.pbtxt.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
 from slipstream.core.config_parse import parse_parameters, with_replica
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import with_generation_defaults
+from slipstream.core.logits_processors import ServedProcessors
+from slipstream.engine.declared_model import check_dims, check_placement, check_scheduling, served_version
 from slipstream.protocol.contract import TASKS
 from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
 
@@ -33,12 +35,15 @@ def validate(model_dir: str | Path) -> str:
     config = parse_parameters(
         {name: entry.string_value for name, entry in declared.parameters.items()},
         folder,
-        newest_version(folder),
+        served_version(declared, folder),
         declared.max_batch_size,
     )
     groups = [{"count": group.count, "gpus": list(group.gpus)} for group in declared.instance_group]
     config = with_replica(config, groups, 0)
+    check_placement(declared)
+    check_scheduling(declared, TASKS[config.task])
     check_tensors(declared, TASKS[config.task])
+    check_dims(declared)
     parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
     parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
     if (num_replicas := config.parallel.replica.num_replicas) > 1:
@@ -69,15 +74,6 @@ def read_config(folder: Path) -> Any:
         return text_format.Parse(path.read_text("utf-8"), model_config_pb2.ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError) as error:
         raise ConfigError("config.pbtxt", str(path), f"cannot be parsed: {error}") from error
-
-
-def newest_version(folder: Path) -> int:
-    """The version that Triton's default policy serves. Raises ConfigError when there is none."""
-    versions = [int(entry.name) for entry in folder.iterdir() if entry.is_dir() and entry.name.isdigit()]
-    if not versions:
-        told = "it has no version folder, which Triton needs; make one, which may stay empty"
-        raise ConfigError("model_dir", str(folder), f"{told}: mkdir {folder / '1'}")
-    return max(versions)
 
 
 def check_declaration(declared: Any, folder: Path) -> None:
@@ -140,15 +136,20 @@ def _plan(config: EngineConfig) -> str:
     from slipstream.nn.spec import read_spec
     from slipstream.tokenizer.tokenizer import TextTokenizer
     from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
+    from slipstream.worker.spec_decode.draft_model import check_draft_model
 
     config = placed(config)
     checkpoint = resolve_checkpoint(config.model.model)
     spec = read_spec(checkpoint, config.model.rope_scaling)
+    ServedProcessors(config.model, config.serving.max_logits_processor_bytes)
     TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
     hardware = resolve_hardware(config, spec)
     if config.model.load_format != "null":
         check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
-    plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware))) + _ranks(hardware, config)
+    planned = plan_memory(spec, config, hardware, free_device_memory(hardware))
+    if "draft_model" in config.speculation.loaded and config.model.load_format != "null":
+        check_draft_model(config, spec, hardware.device, planned.max_model_len)
+    plan = str(planned) + _ranks(hardware, config)
     if config.model.enable_lora:
         plan += "\n" + adapter_report(config.model, spec, hardware)
     defaults = with_generation_defaults(config, checkpoint).serving.generation_defaults

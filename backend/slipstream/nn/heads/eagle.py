@@ -24,7 +24,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Embedding, Head
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.mtp import head_context
-from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
+from slipstream.nn.heads.tensors import check, copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec
@@ -131,7 +131,9 @@ class EagleHead:
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> EagleHead:
-        """An unloaded head of the files' shapes; without a folder, EAGLE-3 with a quarter of the vocabulary."""
+        """An unloaded head of the files' shapes; without a folder, EAGLE-3 with a quarter of the vocabulary.
+
+        Raises ConfigError for files that `load` would refuse, from their headers."""
         if folder is None:
             spec = dummy_spec(target.spec)
             return cls(target, spec, num_positions, True, draft_vocab_size=dummy_vocab_size(spec))
@@ -141,7 +143,7 @@ class EagleHead:
         head = shapes.get("lm_head.weight")
         if is_third and head is None:
             raise ConfigError(FIELD, str(folder), "lacks lm_head.weight")
-        return cls(
+        module = cls(
             target,
             read_head_spec(folder, target.spec),
             num_positions,
@@ -150,6 +152,8 @@ class EagleHead:
             has_embedding="embed_tokens.weight" in shapes,
             draft_vocab_size=head[0] if is_third and head is not None else 0,
         )
+        check(FIELD, folder, module.slots(), shapes)
+        return module
 
     @classmethod
     def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> EagleHead:

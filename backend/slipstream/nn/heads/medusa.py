@@ -19,7 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Head
 from slipstream.nn.heads.draft_vocabulary import own_vocabulary
-from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
+from slipstream.nn.heads.tensors import check, copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "medusa_heads"
@@ -62,7 +62,9 @@ class MedusaHeads:
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None) -> MedusaHeads:
-        """Unloaded heads of the files' shapes; without a folder, four heads of one layer and a vocabulary matrix."""
+        """Unloaded heads of the files' shapes; without a folder, four heads of one layer and a vocabulary matrix.
+
+        Raises ConfigError for files that `load` would refuse, from their headers."""
         if folder is None:
             return cls(target, DUMMY_HEADS, 1, has_vocabulary=True)
         shapes = own_names(read_shapes(FIELD, folder, is_wanted))
@@ -70,7 +72,9 @@ class MedusaHeads:
         num_layers = count_layers(shapes)
         if not num_layers:
             raise ConfigError(FIELD, str(folder), "holds no 0.0.linear.weight")
-        return cls(target, num_heads, num_layers, f"0.{num_layers}.weight" in shapes)
+        heads = cls(target, num_heads, num_layers, f"0.{num_layers}.weight" in shapes)
+        check(FIELD, folder, heads.slots(), shapes)
+        return heads
 
     @classmethod
     def load(cls, target: Decoder, folder: Path | None) -> MedusaHeads:

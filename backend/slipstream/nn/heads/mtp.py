@@ -22,7 +22,7 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.embedding import Embedding, Head
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
-from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
+from slipstream.nn.heads.tensors import check, copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
@@ -102,11 +102,16 @@ class MTPModule:
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> MTPModule:
-        """An unloaded module of the files' shapes; without a folder, one that shares the model's embedding and head."""
+        """An unloaded module of the files' shapes; without a folder, one that shares the model's embedding and head.
+
+        Raises ConfigError for files that `load` would refuse, from their headers."""
         if folder is None:
             return cls(target, num_positions)
         shapes = read_shapes(FIELD, folder, is_wanted)
-        return cls(target, num_positions, below(own_prefix(folder, shapes), shapes))
+        own = below(own_prefix(folder, shapes), shapes)
+        module = cls(target, num_positions, own)
+        check(FIELD, folder, module.slots(), own)
+        return module
 
     @classmethod
     def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> MTPModule:

@@ -66,17 +66,23 @@ def _read_folder(field: str, folder: Path, wanted: Callable[[str], bool], readin
     raise ConfigError(field, str(folder), f"holds no tensors of such a head in {', '.join(_PATTERNS)}")
 
 
-def fill(field: str, folder: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, Tensor]) -> None:
-    """Load every slot. Raises ConfigError for a tensor that is missing, not expected, or of another shape."""
-    missing = [name for name, slot in slots.items() if name not in tensors and not slot.is_optional]
-    unexpected = [name for name in tensors if name not in slots]
+def check(field: str, folder: Path, slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError for a tensor that is missing, not expected, or of another shape."""
+    missing = [name for name, slot in slots.items() if name not in shapes and not slot.is_optional]
+    unexpected = [name for name in shapes if name not in slots]
     if missing or unexpected:
         what = f"lacks {missing[0]}" if missing else f"holds {unexpected[0]}, which this head has no place for"
         raise ConfigError(field, str(folder), f"{what} ({len(missing)} missing, {len(unexpected)} unexpected)")
+    for name, shape in shapes.items():
+        if shape != slots[name].shape:
+            told = f"{list(shape)}, expected {list(slots[name].shape)}"
+            raise ConfigError(field, str(folder), f"tensor {name} has shape {told}: is it for this model?")
+
+
+def fill(field: str, folder: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, Tensor]) -> None:
+    """Load every slot. Raises ConfigError as `check`, before anything is loaded."""
+    check(field, folder, slots, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in sorted(tensors.items(), key=lambda item: not slots[item[0]].is_index):
-        if tuple(tensor.shape) != slots[name].shape:
-            shapes = f"{list(tensor.shape)}, expected {list(slots[name].shape)}"
-            raise ConfigError(field, str(folder), f"tensor {name} has shape {shapes}: is it for this model?")
         slots[name].load(tensor)
 
 

@@ -20,8 +20,8 @@ from slipstream.core.errors import ConfigError, naming
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
-from slipstream.nn.load import load_model, planned_model, resolve_dtype
-from slipstream.nn.spec import read_spec
+from slipstream.nn.load import check_model, load_model, planned_model, resolve_dtype
+from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import StepArrays, padding_batch
@@ -46,11 +46,7 @@ class DraftModelProposer:
         config, hardware, plan = context.config, context.hardware, context.plan
         self._device = hardware.device
         model = draft_config(config)
-        with naming(FIELD):
-            spec = read_spec(resolve_checkpoint(model.model))
-        if spec.max_model_len < plan.max_model_len:
-            lengths = f"is made for {spec.max_model_len} tokens, max_model_len is {plan.max_model_len}"
-            raise ConfigError(FIELD, model.model, lengths)
+        spec = _read_draft_spec(model, plan.max_model_len)
         with naming(FIELD):
             self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
         own = replace(hardware, dtype=self._model.context.dtype, kv_dtype=self._model.context.dtype)
@@ -208,6 +204,24 @@ def draft_config(config: EngineConfig) -> ModelConfig:
         device=config.model.device,
         seed=config.model.seed,
     )
+
+
+def check_draft_model(config: EngineConfig, target: DecoderSpec, device: torch.device, max_model_len: int) -> None:
+    """Raises ConfigError for a draft model that the proposer would refuse; reads headers and tokenizers only."""
+    model = draft_config(config)
+    spec = _read_draft_spec(model, max_model_len)
+    with naming(FIELD):
+        check_model(model, spec, device, resolve_dtype(model.dtype, spec, device))
+    VocabularyMap.between(config.model, model, target.vocab_size, spec.vocab_size, torch.device("cpu"))
+
+
+def _read_draft_spec(model: ModelConfig, max_model_len: int) -> DecoderSpec:
+    with naming(FIELD):
+        spec = read_spec(resolve_checkpoint(model.model))
+    if spec.max_model_len < max_model_len:
+        lengths = f"is made for {spec.max_model_len} tokens, max_model_len is {max_model_len}"
+        raise ConfigError(FIELD, model.model, lengths)
+    return spec
 
 
 def _rejects(state: RequestState) -> bool:

@@ -84,10 +84,7 @@ class EagleDrafter(AutoregressiveHead):
         self._top_k, self._depth = options.eagle_top_k, options.eagle_depth
         self.drafts_trees = self._top_k > 1
         self.num_levels = self._depth
-        num_fed = self._top_k * (self._depth - 1)
-        if num_fed >= MAX_DRAFT_TOKENS:
-            accepted = f"(eagle_depth - 1) * eagle_top_k below {MAX_DRAFT_TOKENS}"
-            raise ConfigError("eagle_depth", self._depth, f"with eagle_top_k={self._top_k}, accepted: {accepted}")
+        num_fed = _num_fed(options)
         num_nodes = self._top_k + self._top_k**2 * (self._depth - 1)
         self.num_drafts = min(speculation.num_draft_tokens or NUM_DRAFTS, num_nodes)
         self.num_scratch_slots = num_fed + 1
@@ -95,6 +92,7 @@ class EagleDrafter(AutoregressiveHead):
     @staticmethod
     def planned(planning: Planning) -> DraftMemory:
         head = read_head(planning.config, "eagle", lambda folder: EagleHead.empty(planning.target, folder))
+        _num_fed(planning.config.speculation.options_of(EagleOptions))
         return planning.memory_of(head.tensors(), head.spec)
 
     def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
@@ -170,6 +168,15 @@ def _load(context: SpeculatorContext, target: Decoder) -> EagleHead:
     num_positions = context.plan.max_model_len
     folder = read_head(context.config, "eagle", lambda folder: folder)
     return EagleHead.load(target, folder, num_positions)
+
+
+def _num_fed(options: EagleOptions) -> int:
+    """Rows that a tree feeds to the head behind its first. Raises ConfigError for more than a mask has bits."""
+    num_fed = options.eagle_top_k * (options.eagle_depth - 1)
+    if num_fed >= MAX_DRAFT_TOKENS:
+        accepted = f"accepted: (eagle_depth - 1) * eagle_top_k below {MAX_DRAFT_TOKENS}"
+        raise ConfigError("eagle_depth", options.eagle_depth, f"with eagle_top_k={options.eagle_top_k}, {accepted}")
+    return num_fed
 
 
 def _cut(wanted: DraftRequest, indices: list[int], tokens: list[int], parents: list[int]) -> DraftOutput:

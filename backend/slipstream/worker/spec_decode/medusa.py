@@ -91,7 +91,9 @@ class MedusaDrafter(GraphedHead):
 
     @staticmethod
     def planned(planning: Planning) -> DraftMemory:
-        heads = read_head(planning.config, "medusa", lambda folder: MedusaHeads.empty(planning.target, folder))
+        folder = read_head(planning.config, "medusa", lambda folder: folder)
+        heads = MedusaHeads.empty(planning.target, folder)
+        _choices(planning.config.speculation.options_of(MedusaOptions).medusa_choices, folder, heads.num_heads)
         return planning.memory_of(heads.tensors())
 
     def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
