@@ -41,6 +41,7 @@ from slipstream.commands.serve import (
     settings_of,
     supervise,
 )
+from slipstream.commands.served_folder import check_model
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -137,6 +138,7 @@ def repository_for(model: str, folder: Path) -> Path:
     and once). Encoders and the draft keep theirs; `llm` no longer names what drafts for the checkpoint it had.
     """
     try:
+        check_model(model)
         named = str(resolve_checkpoint(model).resolve())
     except ConfigError as error:
         raise SystemExit(str(error)) from None

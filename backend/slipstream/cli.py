@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 done, 1 refused or failed with a reason on stderr, 2 wrong arguments, 130 interrupted."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if arguments.command == "serve" and unknown[:1] == ["--"]:  # a folder before other options ends the positional ones
+        arguments.server_arguments += unknown[1:]
+    elif unknown:
         told = serve.advice(unknown) if arguments.command == "serve" else ""
         parser.error(f"slipstream {arguments.command} has no {' '.join(unknown)}{told}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from llm_server import LlmServer, missing_server
 from patience import PATIENCE_S
 from slipstream.cli import VERBS, main
-from slipstream.commands import examinations, serve, serve_openai
+from slipstream.commands import examinations, serve, serve_openai, served_folder
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import HostMemory
 from slipstream.engine.validate import read_config
@@ -51,7 +52,9 @@ def test_light_verbs_need_no_torch() -> None:
         (["bench", "--output-tokens", "0"], "--output-tokens=0: accepted: 1 or more"),
         (["bench", "--url", "127.0.0.1:1", "--concurrency", "1"], "start one with `slipstream serve`"),
         (["chat", "--url", "127.0.0.1:1"], "start one with `slipstream serve`"),
-        (["serve", "/models/a"], "argument='/models/a': accepted: a checkpoint as --model"),
+        (["serve", "/models/a"], "model='/models/a': no such folder; accepted: a checkpoint folder"),
+        (["serve", "a", "--model", "b"], "argument='a': given beside --model"),
+        (["serve", "/models/a", "--http-port", "1", "--", "--log-verbose=1"], "model='/models/a': no such folder"),
         (["serve", "--set", "a=b"], "needs --model"),
         (["serve", "--model", "/nowhere"], "no such folder"),
         (["serve", "--model-repository", "/nowhere"], "no such folder"),
@@ -86,6 +89,38 @@ def test_serve_says_what_to_write_for_options_of_others(
     with pytest.raises(SystemExit) as done:
         main(["serve", "--model", "x", option, "2"])
     assert done.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "{r}/llm"], "is a model's folder, no checkpoint; accepted: --model-repository {r} --load llm"),
+        (["--model", "{r}"], "is a model repository; accepted: --model-repository {r}"),
+        (["--model-repository", "{r}/llm"], "is the folder of one model; .*: --model-repository {r} --load llm"),
+        (["--model-repository", "{m}"], "is a checkpoint; accepted: --model {m}"),
+        (["--model-repository", "{r}", "--load", "lm"], "--load='lm': no such model in {r}; accepted: draft, .*llm"),
+    ],
+)
+def test_serve_tells_checkpoints_models_and_repositories_apart(
+    arguments: list[str], words: str, demo_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folders = {"r": ROOT / "model_repository", "m": demo_model}
+    assert main(["serve", *(argument.format(**folders) for argument in arguments)]) == 1
+    assert re.search(words.format(**folders), capfd.readouterr().err)
+
+
+def test_serve_takes_a_folder_for_what_it_is(demo_model: Path) -> None:
+    def taken(*given: str) -> tuple[object, ...]:
+        arguments = parsed(*given)
+        served_folder.take_argument(arguments)
+        return arguments.model, arguments.model_repository, arguments.load, arguments.server_arguments
+
+    repository = ROOT / "model_repository"
+    assert taken(f"{repository}/llm/", "--", "--log-verbose=1") == (None, repository, ["llm"], ["--log-verbose=1"])
+    assert taken(str(repository)) == (None, repository, [], [])
+    assert taken(str(demo_model)) == (str(demo_model), None, [], [])
+    assert taken("org/name") == ("org/name", None, [], [])
+    assert taken("--", "--log-verbose=1") == (None, None, [], ["--log-verbose=1"])
 
 
 def test_serve_refuses_a_wrong_setting_before_it_starts_a_server(demo_model: Path, tmp_path: Path) -> None:

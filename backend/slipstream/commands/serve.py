@@ -2,6 +2,7 @@
 
     slipstream serve --model-repository model_repository
     slipstream serve --model /models/Llama-3.1-8B-Instruct --set max_num_seqs=128 --openai-port 9000
+    slipstream serve model_repository/llm
 
 --model writes a repository of one model, `llm`, for the time that the server runs; --set gives it parameters of
 docs/configuration.md. --openai-port also starts the OpenAI gateway and the chat page, once the models are ready; there
@@ -29,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slipstream.commands import server_tree
+from slipstream.commands import served_folder, server_tree
 from slipstream.commands.serve_openai import add_passed_on, passed_on
 from slipstream.core.config import ServingConfig
 from slipstream.core.config_parse import parse_parameters
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tritonserver", type=Path, metavar="FILE", help="the server to start, if it is not found by itself"
     )
-    parser.add_argument("server_arguments", nargs="*", metavar="-- ARGUMENT", help="further arguments of tritonserver")
+    told = "a checkpoint or hub id, a model's folder, or a repository; behind -- further arguments of tritonserver"
+    parser.add_argument("server_arguments", nargs="*", metavar="FOLDER_OR_ID -- ARGUMENT", help=told)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,9 +163,7 @@ def advice(unknown: Sequence[str]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.server_arguments and not arguments.server_arguments[0].startswith("-"):
-        wanted = "accepted: a checkpoint as --model FOLDER_OR_ID, a folder of models as --model-repository DIR"
-        raise ConfigError("argument", arguments.server_arguments[0], wanted)
+    served_folder.take_argument(arguments)
     server, place = (arguments.tritonserver, "--tritonserver") if arguments.tritonserver else find_tritonserver()
     if server is None:
         raise ConfigError("tritonserver", "", f"not found: {place}; `slipstream doctor` says more")
@@ -174,13 +174,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_common_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         if arguments.model:
+            served_folder.check_model(arguments.model)
             arguments.alias.append(f"{own_name(arguments.model)}=llm")
             arguments.load = arguments.load or ["llm"]  # by name, so that the server's last words say why it failed
             repository = write_repository(Path(folder), arguments.model, settings_of(arguments))
         else:
             repository = arguments.model_repository or SOURCE_TREE / "model_repository"
-        if not repository.is_dir():
-            raise ConfigError("--model-repository", str(repository), "no such folder")
+        served_folder.check_repository(repository, arguments.load)
         return supervise(server_command(server, repository, arguments), repository, arguments)
 
 
