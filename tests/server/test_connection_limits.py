@@ -125,6 +125,18 @@ def test_what_is_accepted_and_what_is_said(bounded: GatewayProcess, request_byte
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
+def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(bounded: GatewayProcess) -> None:
+    body = json.dumps({"model": "plain", "prompt": json.dumps({"pieces": ["a", "b"]}), "stream": True}).encode()
+    with connect(bounded) as connection:
+        connection.sendall(POST.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert b"200 OK" in head and b"connection: close" in head and b"transfer-encoding" not in head
+    assert events.startswith(b"data: {") and events.endswith(b"\n\ndata: [DONE]\n\n")
+
+
 def test_headers_of_all_connections_together(bounded: GatewayProcess) -> None:
     """Each is within its own limit; the gateway keeps 1 MiB of all. It serves again when they have gone."""
     before = rss(bounded)

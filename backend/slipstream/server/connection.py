@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import select
+import sys
 from collections import deque
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slipstream.server.connection_pool import ConnectionPool
@@ -36,6 +38,28 @@ class GatewayConfig(uvicorn.Config):
         super().__init__(**settings)
         self.options, self.metrics = options, metrics
         self.pool = ConnectionPool()
+
+
+def _until_the_end(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """An answer without a length to HTTP/1.0, which has no chunks (RFC 9112, 6.1): it ends where the connection does.
+    uvicorn would write chunks."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open_ended = False
+
+        async def send_whole(message: Message) -> None:
+            nonlocal is_open_ended
+            if message["type"] == "http.response.start":
+                is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = False if is_open_ended else None
+            if is_open_ended:
+                has_more = message["type"] == "http.response.start" or message.get("more_body", False)
+                cycle.expected_content_length = sys.maxsize if has_more else len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_whole)
+
+    return answer
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -139,7 +163,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        is_old = cycle.scope["http_version"] == "1.0"
+        framed: Any = _until_the_end(cycle, app) if is_old else app
+        super()._start_asgi_task(cycle, framed)
 
     def _watch_for_hangup(self) -> None:
         """Poll for a disconnect: nothing is read while a request waits for an earlier answer."""
