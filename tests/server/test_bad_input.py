@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import select
@@ -197,6 +198,12 @@ def test_a_slow_body(impatient: GatewayProcess) -> None:
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=PATIENCE_S) as connection:
         connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{{".encode())
         assert b" 408 " in connection.recv(1000)
+
+
+def test_a_compressed_body_is_named(gateway: GatewayProcess) -> None:
+    body = gzip.compress(json.dumps({"model": "llm", "prompt": "a"}).encode())
+    status, answer = post(gateway, COMPLETIONS, body, **{"content-encoding": "gzip"})
+    assert status == 415 and "content-encoding: got 'gzip', accepted" in answer["error"]["message"]
 
 
 def test_http_that_is_none(gateway: GatewayProcess) -> None:

@@ -121,6 +121,12 @@ class Guard:
         length = _header(scope, b"content-length") or b"0"
         if length.isdigit() and (len(length) > 12 or int(length) > self._max_body_bytes):
             raise self._too_large(lease)
+        coding = _header(scope, b"content-encoding").lower()
+        if coding not in (b"", b"identity"):
+            message = (
+                f"content-encoding: got {coding.decode('latin-1')[:64]!r}, accepted: a body that is not compressed"
+            )
+            raise ApiError(415, message, code="unsupported_media_type")
         if endpoint in _COUNTED:
             num_before = self._metrics.total("requests_in_flight") - 1
             if num_before >= self._max_requests:
