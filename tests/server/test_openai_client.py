@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -116,6 +117,32 @@ def test_echo(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
     probabilities = scored.choices[0].logprobs
     assert "".join(probabilities.tokens) == PROMPT and probabilities.token_logprobs[0] is None
     assert all(value < 0 for value in probabilities.token_logprobs[1:])
+
+
+def test_without_answer_tokens_nothing_of_an_answer_is_shown(client: openai.OpenAI) -> None:
+    """The engine makes one token all the same: streamed, among token ids, and behind an echo of token ids it showed."""
+    asked: dict[str, Any] = {"model": "llm", "prompt": PROMPT, "temperature": 0, "max_tokens": 0, "logprobs": 1}
+    ids = {"extra_body": {"return_token_ids": True}}
+    whole = client.completions.create(**asked, **ids).choices[0]
+    assert whole.text == "" and whole.token_ids == [] and whole.logprobs.tokens == []
+    prompt = whole.prompt_token_ids
+    chunks = list(client.completions.create(**asked, **ids, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.completion_tokens == 0 and chunks[-1].usage.total_tokens == len(prompt)
+    [choice] = [choice for chunk in chunks for choice in chunk.choices]
+    assert (choice.text, choice.finish_reason, choice.token_ids, choice.logprobs.tokens) == ("", "length", [], [])
+    assert choice.prompt_token_ids == prompt
+    for logprobs in (None, 1):
+        shown = client.completions.create(**{**asked, "prompt": prompt, "logprobs": logprobs}, echo=True).choices[0]
+        assert shown.text == PROMPT
+
+
+def test_alternatives_of_completions_have_the_chosen_token(client: openai.OpenAI) -> None:
+    """As OpenAI says: up to one more than asked for."""
+    asked = {"model": "llm", "prompt": PROMPT, "max_tokens": 12, "temperature": 2, "seed": 3}
+    for logprobs in (0, 1):
+        told = client.completions.create(**asked, logprobs=logprobs).choices[0].logprobs
+        assert all(top[name] == value for name, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs))
+        assert max(map(len, told.top_logprobs)) == logprobs + 1
 
 
 def test_settings_have_their_effect(client: openai.OpenAI, greedy: Callable[..., str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
 from slipstream.server.errors import ApiError
-from slipstream.server.logprobs import Entry, LogprobForm, completion_logprobs, first_token_text
+from slipstream.server.logprobs import Entry, LogprobForm, chat_logprobs, completion_logprobs, first_token_text
 from slipstream.server.model_tokenizer import MAX_WAITING_CHARS, ModelTokenizer, TokenizerThreads
 from slipstream.server.schemas import TokenizeRequest
 from slipstream.server.tokenize import _json, tokenize
@@ -232,9 +232,8 @@ def test_offsets_count_characters_that_tokens_share(demo_model: object) -> None:
 def test_alternatives_without_a_rank_are_shown_last(tmp_path: Path) -> None:
     told = {**entry(9, "c", None), **entry(5, "a", 2), **entry(6, "b", 1)}
     chosen = {**entry(5, "a", 2), **entry(6, "b", 1), **told}
-    assert list(completion_logprobs([chosen], LogprobForm(ModelTokenizer(tmp_path), 1))["top_logprobs"][0]) == [
-        "b",
-        "c",
-    ]
+    form = LogprobForm(ModelTokenizer(tmp_path), 1)
+    assert [token["token"] for token in chat_logprobs([chosen], form)["content"][0]["top_logprobs"]] == ["b", "c"]
+    assert list(completion_logprobs([chosen], form)["top_logprobs"][0]) == ["b", "a", "c"], "with the chosen one"
     shown = completion_logprobs([chosen], LogprobForm(ModelTokenizer(tmp_path), -1))["top_logprobs"][0]
     assert list(shown) == ["b", "a", "c"]

@@ -36,7 +36,7 @@ PromptValue = str | Sequence[int]
 async def complete(gateway: Gateway, request: CompletionRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
     check(request)
-    if request.logprobs is not None:
+    if request.logprobs is not None or (request.max_tokens == 0 and request.echo):
         await asyncio.to_thread(model.tokenizer.prepare)
     generations = make_generations(request, model)
     http.state.lease.prepare(generations, model)
@@ -129,7 +129,7 @@ def whole_answer(
             if request.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = logprob_forms.parse(response.text("prompt_logprobs"))
             if request.max_tokens == 0:
-                _drop_output(choice, request, generation, response)
+                _drop_output(choice, request, model, generation)
             choices.append(choice)
     if request.max_tokens == 0:
         usage.completion_tokens = 0
@@ -155,17 +155,20 @@ def form_of(request: CompletionRequest, model: Model) -> logprob_forms.LogprobFo
     return logprob_forms.LogprobForm(model.tokenizer, request.logprobs or 0, bool(request.return_tokens_as_token_ids))
 
 
-def _drop_output(
-    choice: dict[str, Any], request: CompletionRequest, generation: Generation, response: Response
-) -> None:
+def _drop_output(choice: dict[str, Any], request: CompletionRequest, model: Model, generation: Generation) -> None:
     """Drop the one token that the engine generates for max_tokens=0 (the prompt's text and log-probabilities only)."""
     choice["finish_reason"] = "length"
+    if request.return_token_ids:
+        choice["token_ids"] = []
     if not request.echo:
         choice["text"] = ""
     elif isinstance(generation.prompt, str):
         choice["text"] = generation.prompt
-    elif choice["logprobs"] is not None:
+    elif choice["logprobs"] is not None and not model.tokenizer.is_there:
         choice["text"] = "".join(choice["logprobs"]["tokens"])
+    else:
+        has_no_special = generation.sampling.get("skip_special_tokens", True)
+        choice["text"] = model.tokenizer.loaded().decode(list(generation.prompt), has_no_special)
 
 
 # ---------------------------------------------------------------- streamed answers
@@ -185,6 +188,8 @@ class StreamedAnswer:
         return CompletionWriter(self, number, prompt if self.request.echo and isinstance(prompt, str) else "")
 
     async def last(self) -> bytes:
+        if self.usage is not None and self.request.max_tokens == 0:
+            self.usage.completion_tokens = 0
         usage = self.usage.to_json() if self.usage is not None else None
         return event({**self.head, "choices": [], "usage": usage}) if usage is not None else b""
 
@@ -213,7 +218,7 @@ class CompletionWriter:
             self._answer.usage.add(response, self._number * self._n + sequence, self._is_first)
         self._is_first = False
         if self._answer.request.max_tokens == 0:
-            text = ""
+            return self._without_output(response, sequence) if reason else b""
         if not reason and self._form is None and not self._has_ids:
             return self._texts[sequence].make(text) if text else b""
         choice = _choice(self._number * self._n + sequence, text)
@@ -225,6 +230,15 @@ class CompletionWriter:
             self._offsets[sequence] += len(text)
         choice |= {"finish_reason": finish_reason(reason) if reason else None, **timed_out(reason)}
         return event({**self._answer.head, "choices": [choice]})
+
+    def _without_output(self, response: Response, sequence: int) -> bytes:
+        """Drop the one token that the engine generates for max_tokens=0."""
+        choice = _choice(self._number * self._n + sequence, "")
+        if self._has_ids:
+            choice |= {**ids_of_piece(response), "token_ids": []}
+        if self._form is not None:
+            choice["logprobs"] = logprob_forms.completion_logprobs([], self._form)
+        return event({**self._answer.head, "choices": [{**choice, "finish_reason": "length"}]})
 
     def end(self) -> bytes:
         return b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -32,8 +32,15 @@ class LogprobForm:
     def top(self, entry: Entry) -> list[tuple[str, dict[str, Any]]]:
         """The likeliest tokens by rank, then those without one, which the client asked for by id."""
         num_top = inf if self.num_top == -1 else self.num_top
-        shown = [pair for pair in entry.items() if pair[1]["rank"] is None or pair[1]["rank"] <= num_top]
-        return sorted(shown, key=lambda pair: inf if pair[1]["rank"] is None else pair[1]["rank"])
+        return _by_rank(pair for pair in entry.items() if pair[1]["rank"] is None or pair[1]["rank"] <= num_top)
+
+    def top_and_chosen(self, entry: Entry) -> list[tuple[str, dict[str, Any]]]:
+        """`top`, and the chosen token in its place: what completions have, which may be one more than asked for."""
+        return _by_rank({**dict([next(iter(entry.items()))]), **dict(self.top(entry))}.items())
+
+
+def _by_rank(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(pairs, key=lambda pair: inf if pair[1]["rank"] is None else pair[1]["rank"])
 
 
 def parse(text: str) -> list[Entry | None]:
@@ -72,7 +79,7 @@ def completion_logprobs(
         token_id, value = next(iter(entry.items())) if entry else ("", {"logprob": None, "decoded_token": first})
         tokens.append(form.name(token_id, value) if entry else first)
         chosen.append(value["logprob"])
-        top.append({form.name(*pair): pair[1]["logprob"] for pair in form.top(entry)} if entry else None)
+        top.append({form.name(*pair): pair[1]["logprob"] for pair in form.top_and_chosen(entry)} if entry else None)
         offset += len(decoder.decode(form.exact(token_id, value) if entry else first.encode("utf-8", "replace")))
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
 
