@@ -15,6 +15,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import CLASSIFIER, SENTENCE
+from slipstream.encoders.disguises import as_read, joined_letters
 from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.policy import Category, Head, HeadRow, read_head, read_policy
@@ -86,6 +87,12 @@ def parts_of(text: str) -> list[str]:
     return [text, *dict.fromkeys(told)] if len(sentences) > 1 else [text]
 
 
+def undisguised(parts: Sequence[str]) -> list[str]:
+    """The parts as they are read, and those that have words letter by letter also with the words."""
+    read = [as_read(part) for part in parts]
+    return list(dict.fromkeys([*read, *map(joined_letters, read)]))
+
+
 class SafetyJudge:
     def __init__(
         self,
@@ -109,7 +116,7 @@ class SafetyJudge:
             return verdicts
         parts, part_owners = [], []
         for number in wanted:
-            own = parts_of(texts[number]) if self._judges_sentences else [texts[number]]
+            own = undisguised(parts_of(texts[number]) if self._judges_sentences else [texts[number]])
             parts += own
             part_owners += [number] * len(own)
         outputs, piece_parts = self._encoder.embed_pieces(parts, self._piece_tokens, self._piece_overlap)

