@@ -188,6 +188,15 @@ def test_usage_counts_the_reasoning(fake_client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens_details is None
 
 
+def test_responses_count_the_reasoning_as_chats_do(fake_client: openai.OpenAI) -> None:
+    asked = {"model": "thinking", "input": json.dumps({"pieces": PIECES["thinking"]})}
+    whole = fake_client.responses.create(**asked)
+    assert whole.usage.output_tokens_details.reasoning_tokens == 1, "no more than all tokens"
+    assert fake_client.responses.retrieve(whole.id).usage == whole.usage
+    *_, last = fake_client.responses.create(**asked, stream=True)
+    assert last.response.usage.output_tokens_details.reasoning_tokens == 2, "two pieces of a token each"
+
+
 def test_reasoning_of_a_whole_answer_is_counted_by_its_text(tmp_path: Path) -> None:
     tokenizer = toy_tokenizers.byte_level()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

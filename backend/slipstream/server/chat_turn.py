@@ -56,6 +56,7 @@ class ChatReader:
 
     def __init__(self, model: Model, tools: ToolUse) -> None:
         self._parser = tools.make_parser() if tools.make_parser is not None else None
+        self._has_reasoning = tools.has_reasoning
         self._says_stop = "stop_reason" in model.outputs
         self.usage = Usage(model)
         self.reason = self.stop_string = ""
@@ -68,4 +69,7 @@ class ChatReader:
         text = response.text("text_output")
         if self._parser is None:
             return [Content(text)] if text else []
-        return [*self._parser.feed(text), *(self._parser.finish() if self.reason else [])]
+        events = self._parser.feed(text)
+        if self._has_reasoning:
+            self.usage.add_reasoning(response, 0, events)
+        return [*events, *(self._parser.finish() if self.reason else [])]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.server.catalog import Model
 from slipstream.server.chat_turn import ChatReader
 from slipstream.server.gateway import finish_reason, timed_out
 from slipstream.server.generation import Response
@@ -143,6 +144,16 @@ class ResponseWriter:
         return data
 
 
+def count_reasoning(body: dict[str, Any], model: Model) -> None:
+    """Set the tokens of the reasoning in the usage of a whole answer: of its text, as the engine counts all in one. Not
+    on the event loop."""
+    texts = [item["content"][0]["text"] for item in body["output"] if item["type"] == "reasoning"]
+    if body["usage"] is not None:
+        count = model.tokenizer.count(texts) if texts and model.tokenizer.is_there else 0
+        count = min(count, body["usage"]["output_tokens"])  # another cut of the text may have more
+        body["usage"]["output_tokens_details"]["reasoning_tokens"] = count
+
+
 def answer_message(body: dict[str, Any]) -> dict[str, Any]:
     """The answer as a chat's message, for a request that continues it."""
     text = "".join(item["content"][0]["text"] for item in body["output"] if item["type"] == "message")
@@ -191,10 +202,11 @@ def _usage(reader: ChatReader) -> dict[str, Any] | None:
     if counts is None:
         return None
     cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    thought = counts.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": counts["total_tokens"],
     }

@@ -13,7 +13,7 @@ from slipstream.server.chat import plan_answer
 from slipstream.server.chat_turn import ChatReader
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway, check_time_out
-from slipstream.server.responses.answer import FORM, ResponseWriter, answer_message
+from slipstream.server.responses.answer import FORM, ResponseWriter, answer_message, count_reasoning
 from slipstream.server.responses.input import Messages, input_messages, to_chat
 from slipstream.server.responses.schemas import ResponsesRequest
 
@@ -39,6 +39,7 @@ async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest
     [response] = await gateway.run(http, [generation])
     check_time_out(response.text("text_output"), response.text("finish_reason"), request.timeout_ms)
     await asyncio.to_thread(writer.response, response)
+    await asyncio.to_thread(count_reasoning, writer.body, model)
     await writer.last()
     return JSONResponse(writer.body)
 
