@@ -258,11 +258,13 @@ async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
 
 
 def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)  # load balancers ask so
     @app.get("/health")
     async def health() -> Response:
         """The gateway's process is alive."""
         return JSONResponse({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": ErrorBody}})
     async def ready(request: Request) -> Response:
         """Triton answers and at least one model is ready."""
