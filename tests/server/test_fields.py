@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
+import socket
 from argparse import Namespace
 
 import grpc
@@ -11,7 +13,7 @@ import openai
 import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 from slipstream.commands.serve import check_ports
 from slipstream.core.errors import ConfigError
 from slipstream.server.errors import ApiError, from_grpc
@@ -151,6 +153,30 @@ def test_a_client_that_leaves_is_told_from_an_end(fake_client: openai.OpenAI, fa
     stream.close()
     told = line_of(fake_gateway, "left-1")
     assert (told["status"], told["end"]) == ("200", "client_gone")
+
+
+def test_a_client_that_leaves_before_a_whole_answer_is_no_error(
+    fake_gateway: GatewayProcess, fake_triton: FakeTriton
+) -> None:
+    prompt = json.dumps({"pieces": ["a"], "hang": True})
+    body = json.dumps({"model": "plain", "prompt": prompt, "request_id": "left-2"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"authorization: Bearer sk-right\r\n"
+    num_before = len(fake_triton.requests)
+    with socket.create_connection(("127.0.0.1", fake_gateway.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: len(fake_triton.requests) > num_before, "the generation")
+    told = line_of(fake_gateway, "left-2")
+    assert (told["status"], told["end"], told.get("error")) == ("499", "client_gone", None)
+
+
+def test_load_balancers_may_ask_for_heads(fake_gateway: GatewayProcess) -> None:
+    for path in ("/health", "/ready"):
+        connection = http.client.HTTPConnection("127.0.0.1", fake_gateway.port, timeout=PATIENCE_S)
+        connection.request("HEAD", path)
+        reply = connection.getresponse()
+        assert (reply.status, reply.read()) == (200, b"")
+        connection.close()
 
 
 def test_a_line_is_text_or_json() -> None:

@@ -22,6 +22,7 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.model_tokenizer import TokenizerThreads
 from slipstream.server.options import GatewayOptions
 from slipstream.server.pace import Pace
+from slipstream.server.request_log import CLIENT_LEFT
 from slipstream.server.responses.store import ResponseStore
 from slipstream.server.sse import OPENAI_FORM, EventStream, StreamForm, Writer
 from slipstream.server.tenancy import Meter
@@ -105,7 +106,7 @@ class Gateway:
                 raise  # the server is stopping
             self.pace.num_disconnects += 1
             http.state.lease.abandon(is_streamed=keep)
-            http.state.record.end = "client_gone"
+            http.state.record.end = CLIENT_LEFT
             raise ApiError(CLIENT_GONE, "the client has gone") from None
         finally:
             watcher.cancel()

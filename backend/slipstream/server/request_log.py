@@ -18,6 +18,7 @@ from slipstream.core.trace_context import TraceContext
 from slipstream.server.chat_page import is_page
 
 logger = logging.getLogger(__name__)
+CLIENT_LEFT = "client_gone"
 FORMATS = ("text", "json")
 MAX_CLIENT_ID_CHARS = 128
 _MAX_CHARS = 200  # of a value of the line
@@ -60,7 +61,9 @@ class RequestRecord:
         self.num_output_tokens = (self.num_output_tokens or 0) + num_output_tokens
 
     def fail(self, message: str) -> None:
-        self.end, self.error = "error", message
+        """Note the error that ended the request; that its client has left is none."""
+        if self.end != CLIENT_LEFT:
+            self.end, self.error = "error", message
 
     def fields(self) -> dict[str, Any]:
         """The line's values; those that are not known are left out."""

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.server.errors import ApiError, error_body
 from slipstream.server.generation import Response
 from slipstream.server.pace import Pace
-from slipstream.server.request_log import RequestRecord
+from slipstream.server.request_log import CLIENT_LEFT, RequestRecord
 from slipstream.server.tenancy import Meter
 from slipstream.server.triton import GRACE_S, GenerateStream
 
@@ -132,7 +132,7 @@ class EventStream(HttpResponse):
     async def _cancel_on_disconnect(self, receive: Receive, record: RequestRecord) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        record.end = "client_gone"
+        record.end = CLIENT_LEFT
         self._pace.num_disconnects += 1
         self.cancel()
 
