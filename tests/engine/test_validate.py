@@ -64,7 +64,11 @@ def test_what_triton_refuses_is_refused(model: Path, tmp_path: Path, more: str, 
     ],
 )
 def test_what_triton_takes_is_taken(model: Path, tmp_path: Path, more: str) -> None:
-    assert "ok: this would load" in validate(model_folder(tmp_path / "llm", model, more))
+    report = validate(model_folder(tmp_path / "llm", model, more))
+    assert "ok: this would load" in report
+    told = report.partition("settings that differ from the defaults\n")[2].partition("memory plan")[0]
+    names = {line.split(" = ")[0].strip() for line in told.splitlines()}
+    assert names == {"model.model", "model.device", "cache.block_size", "cache.num_blocks", "scheduler.max_num_seqs"}
 
 
 def test_a_load_refuses_sequence_batching() -> None:

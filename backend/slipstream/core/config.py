@@ -59,7 +59,7 @@ class ModelConfig:
     lora_root: str = ""  # below which a command may load others; "" = none
     lora_cache_bytes: int = 0  # host memory of adapters that clients send; 0 = none is taken
     logits_processors: str = ""  # classes that requests may name, core/logits_processors.py
-    logits_processor_folders: tuple[str, ...] = ()  # where they may be besides the Python path
+    logits_processor_folders: tuple[str, ...] = field(default=(), compare=False)  # besides the Python path; no setting
 
 
 @dataclass(frozen=True)
