@@ -49,11 +49,9 @@ class RopeSpec:
     def max_model_len(self, max_position_embeddings: int) -> int:
         """The longest sequence (tokens): linear and dynamic stretch max_position_embeddings, yarn its original length;
         a llama3 config states the stretched length already. At most `longest`."""
-        length = max_position_embeddings
-        if self.type in ("linear", "dynamic"):
-            length = int(max_position_embeddings * self.factor)
+        length = int(max_position_embeddings * (self.factor if self.type in ("linear", "dynamic") else 1))
         if self.type == "yarn":
-            length = max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
+            length = max(length, int(self.original_max_position_embeddings * self.factor))
         return min(length, self.longest or length)
 
 
