@@ -60,8 +60,7 @@ from slipstream.worker.static_tensors import GraphInputs
 
 def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
     """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
-    device = hardware.device
-    if device.type == "cpu":
+    if (device := hardware.device).type == "cpu":
         set_threads(config.model.num_threads, hardware.parallel.num_ranks)
     else:
         torch.backends.cuda.preferred_blas_library("cublaslt")  # faster for 17 to 64 rows of 16 bits
