@@ -150,7 +150,7 @@ def name_of(record: Record) -> str:
 
 def _is_same(one: Record, other: Record) -> bool:
     return figure_of(one) is not None and all(
-        one.get(key) == other.get(key) for key in ("shape", "format", *RATIO_KEYS)
+        (one.get(key) or None) == (other.get(key) or None) for key in ("shape", "format", *RATIO_KEYS)
     )
 
 

@@ -204,7 +204,7 @@ def add_ratio(record: Record, rival: list[Record]) -> None:
     """ratio: how many times faster than the rival's line of the same measurement."""
     figure = figure_of(record)
     for other in rival:
-        if figure in other and all(other.get(key) == record.get(key) for key in RATIO_KEYS):
+        if figure in other and all((other.get(key) or None) == (record.get(key) or None) for key in RATIO_KEYS):
             record["ratio"] = round(time_ratio(other, record), 3)
 
 

@@ -23,7 +23,7 @@ def record(engine: str, what: str, **figures: object) -> dict[str, object]:
 
 def test_the_table_compares_like_with_like(compare) -> None:
     records = [
-        record("slipstream", "decode", batch=8, tpot_ms=2.0, limit=0.7),
+        record("slipstream", "decode", batch=8, tpot_ms=2.0, limit=0.7, adapters=[]),  # vLLM's bench states none
         record("slipstream", "throughput", num_prompts=4, input_len=8, output_len=16, elapsed_s=4.0, out_tok_s=16),
         record("slipstream+triton", "decode", batch=8, tpot_ms=2.1),
         record("vllm", "decode", batch=1, tpot_ms=9.0),

@@ -138,6 +138,7 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reports.close()
 
 
 class RankProcesses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, EngineError
@@ -135,7 +136,9 @@ class Parallel:
     def gather_vocabulary(self, own: Tensor, size: int) -> Tensor:
         """own: [S, vocabulary_width(size)] -> [S, size], the same on every rank, without what pads the weights."""
         whole = own if self.size == 1 else self._others.gather(own.contiguous()).transpose(0, 1).flatten(1)
-        return whole[:, :size].contiguous()
+        if whole.shape[1] == size:
+            return whole
+        return whole[:, :size].clone(memory_format=torch.contiguous_format)  # also of one row: kernels see its stride
 
     def agree(self, tensor: Tensor) -> Tensor:
         """The first rank's, on every rank; may change its argument."""
