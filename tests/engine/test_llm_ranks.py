@@ -52,7 +52,7 @@ def test_an_llm_of_two_ranks_lives_from_its_load_to_its_end_or_a_loss(tiny_llama
     wait_until(lambda: not has_thread(), "the thread to end with its model")
 
 
-@pytest.mark.parametrize("place", ["load", "step", "wake"])
+@pytest.mark.parametrize("place", ["load", "step"])
 def test_a_call_that_waits_for_a_lost_rank_for_ever_is_given_up(tiny_llama: Path, place: str) -> None:
     """So are the next ones, the process goes on, and ends by itself."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
