@@ -1,7 +1,6 @@
 """An LLM of two ranks whose first one waits for ever, as for a kernel on a GPU that waits for a rank which is lost.
 
-Arguments: a checkpoint, and where it waits: in the `load`, a `step` or a `wake`. Prints the error of each call
-and ends.
+Arguments: a checkpoint, and where it waits: in the `load` or a `step`. Prints the error of each call and ends.
 """
 
 from __future__ import annotations
@@ -42,13 +41,8 @@ def main(model: str, place: str) -> None:
         said("load", load)
         return
     llm = load()
-    if place == "wake":
-        llm.sleep()
-        ModelRunner._warm_up = lose_rank_and_wait  # type: ignore[method-assign]
-        said("wake", llm.wake_up)
-    else:
-        ModelWorker.result = lose_rank_and_wait  # type: ignore[assignment,method-assign]
-        said("step", lambda: llm.generate("def", SamplingParams(max_tokens=4)))
+    ModelWorker.result = lose_rank_and_wait  # type: ignore[assignment,method-assign]
+    said("step", lambda: llm.generate("def", SamplingParams(max_tokens=4)))
     said("next", lambda: llm.generate("def", SamplingParams(max_tokens=4)))
     said("close", llm.close)
 
