@@ -27,7 +27,7 @@ if shutil.which("nvidia-smi") is None:
 register_profiles()
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLED = ("kernels", "models", "engine")  # folders whose tests have large grids of cases
-SHARE = 8
+SHARE = 5  # one case of that many
 # Files in the order in which `make test` begins them, those that take longest first: what is begun last ends alone.
 LONGEST = (ROOT / "tests/longest_files.txt").read_text().split()
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sampled(cases: list[pytest.Function], seen: set[tuple[Path, str, str]]) -> set[pytest.Function]:
-    """One of SHARE cases of a grid, or more until the file has had each value of its parameters; first those with
+    """A fifth of the cases of a grid, or more until the file has had each value of its parameters; first those with
     most values that it has not had."""
     left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
     taken: set[pytest.Function] = set()
