@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import decode_grid  # noqa: E402
 import format_table  # noqa: E402
-from measures import RATIO_KEYS, Record, figure_of, read_records, time_ratio  # noqa: E402
+from measures import RATIO_KEYS, Record, are_alike, figure_of, read_records, time_ratio  # noqa: E402
 
 
 class Format(NamedTuple):
@@ -149,9 +149,7 @@ def name_of(record: Record) -> str:
 
 
 def _is_same(one: Record, other: Record) -> bool:
-    return figure_of(one) is not None and all(
-        (one.get(key) or None) == (other.get(key) or None) for key in ("shape", "format", *RATIO_KEYS)
-    )
+    return figure_of(one) is not None and are_alike(one, other, ("shape", "format", *RATIO_KEYS))
 
 
 def table(records: list[Record]) -> str:

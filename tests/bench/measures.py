@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -200,11 +200,16 @@ def time_ratio(rival: Record, ours: Record) -> float:
     return float(rival[figure]) / float(ours[figure])
 
 
+def are_alike(one: Record, other: Record, keys: Iterable[str]) -> bool:
+    """Whether these are the same; what is empty counts as not stated."""
+    return all((one.get(key) or None) == (other.get(key) or None) for key in keys)
+
+
 def add_ratio(record: Record, rival: list[Record]) -> None:
     """ratio: how many times faster than the rival's line of the same measurement."""
     figure = figure_of(record)
     for other in rival:
-        if figure in other and all((other.get(key) or None) == (record.get(key) or None) for key in RATIO_KEYS):
+        if figure in other and are_alike(other, record, RATIO_KEYS):
             record["ratio"] = round(time_ratio(other, record), 3)
 
 

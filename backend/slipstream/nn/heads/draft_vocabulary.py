@@ -14,7 +14,6 @@ from torch import Tensor
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Head
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.parallel import SINGLE
 from slipstream.nn.quant import QUANT_METHODS, QuantMethod
@@ -31,10 +30,9 @@ def vocabulary_context(context: LayerContext) -> LayerContext:
     return replace(context, method=vocabulary_method(context.computes_on, context.dtype))
 
 
-def own_vocabulary(target: Decoder, vocab_size: int) -> Head:
-    """A head's own vocabulary matrix, stored as its lm_head; whole on every rank."""
-    spec = LinearSpec(target.spec.hidden_size, (("lm_head", vocab_size),), shard="vocabulary")
-    return Head(spec, replace(vocabulary_context(target.context), parallel=SINGLE))
+def own_vocabulary(target: Decoder) -> Head:
+    """A head's own matrix of the model's vocabulary; whole on every rank."""
+    return Head(target.spec.lm_head, replace(vocabulary_context(target.context), parallel=SINGLE))
 
 
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:

@@ -58,7 +58,7 @@ class MedusaHeads:
         self.bias = torch.zeros(num_layers, num_heads, 1, size, **make)  # type: ignore[call-overload]
         self.vocabulary: list[Head] | None = None
         if has_vocabulary:
-            self.vocabulary = [own_vocabulary(target, target.spec.vocab_size) for _ in range(num_heads)]
+            self.vocabulary = [own_vocabulary(target) for _ in range(num_heads)]
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None) -> MedusaHeads:

@@ -22,7 +22,7 @@ from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_mxfp4_gemm.cu"
-FEATURES, GROUP = 32, 32  # output features that go together; input features that share a scale
+FEATURES = 32  # output features that go together
 
 
 class Variant(NamedTuple):
