@@ -59,6 +59,9 @@ SHAPES = (
     Shape(128, 4096, 64),
     Shape(128, 4096, 16, query_len=4),
     Shape(64, 8192, 20),
+    Shape(256, 8192, 16),
+    Shape(256, 1024, 16),
+    Shape(64, 1024, 16),
     Shape(32, 1024, 16),
     Shape(8, 8192, 16),
     Shape(1, 8192, 16),
@@ -171,6 +174,14 @@ def versions(call: LatentCall, has_schedules: bool) -> dict[str, Callable[[], ob
         for cost, least in ((0, 1), (1, 2), (2, 4), (4, 8)):
             schedule = replace(chosen, unit_cost=cost, min_share=least)
             found[f"cost {cost} least {least}"] = partial(cuda_latent.run, call, schedule)
+        for rows in set(cuda_latent.ROWS) - {chosen.rows}:
+            lanes = min(-(-cuda_latent.mean_rows(call) // rows), cuda_latent.MAX_LANES)
+            shares = count_sms(call.q.device) // lanes
+            schedule = replace(chosen, rows=rows, num_lanes=lanes, num_shares=shares)
+            found[f"{rows} rows"] = partial(cuda_latent.run, call, schedule)
+        found["merged" if chosen.is_joined else "joined"] = partial(
+            cuda_latent.run, call, replace(chosen, is_joined=not chosen.is_joined)
+        )
         for lanes in {1, 2, 4} - {chosen.num_lanes}:
             schedule = replace(chosen, num_lanes=lanes, num_shares=count_sms(call.q.device) // lanes)
             found[f"{lanes} lanes"] = partial(cuda_latent.run, call, schedule)

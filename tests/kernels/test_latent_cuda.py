@@ -43,7 +43,7 @@ def assert_right(call: LatentCall, case: LatentCase) -> None:
 
 
 # One tile; pairs; an odd tile, a padding request and one without rows, cut into parts; lanes, of which some have no
-# rows; a tree in blocks of 128; much padding, and nothing else.
+# rows; a tree in blocks of 128; much padding, and nothing else; rings that go round.
 EMULATED = [
     (([1], [40], 16), Schedule(1, 1), {}),
     (([1], [330], 16), Schedule(1, 1), {}),
@@ -52,26 +52,45 @@ EMULATED = [
     (([4, 1], [200, 150], 16), Schedule(3, 2, 0, 1), {"has_tree": True, "block_size": 128}),
     (([1] * 6, [0, 90, 0, 0, 0, 0], 16), Schedule(2, 1), {}),
     (([1] * 3, [0] * 3, 16), Schedule(2, 1), {}),
+    (([1, 1], [1900, 1400], 16), Schedule(2, 1), {}),
 ]
 
 
 @needs_emulator
+@pytest.mark.parametrize("is_joined", [False, True], ids=["merged", "joined"])
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("rows", cuda_latent.ROWS)
 @pytest.mark.parametrize(("sizes", "schedule", "options"), EMULATED)
-def test_the_device_code_is_right_and_ends(sizes, schedule, options, is_fp8) -> None:
-    """Copies arrive late and products are done late: early reads, early releases and deadlocks show."""
+def test_the_device_code_is_right_and_ends(sizes, schedule, options, rows, is_fp8, is_joined) -> None:
+    """Copies arrive late and products are done late: early reads, early releases and deadlocks show.
+
+    Requests of more rows than a CTA has take several; parts are added up by the last CTA or by a second kernel.
+    """
     case = make_case(*sizes, is_fp8=is_fp8, device=torch.device("cpu"), **options)
     call = call_of(case)
-    emulate(call, schedule, seed=len(case.query_lens))
+    emulate(call, replace(schedule, rows=rows, is_joined=is_joined), seed=len(case.query_lens))
     assert_right(call, case)
 
 
 def test_schedules_fill_the_gpu_with_lanes_of_the_mean_request() -> None:
     case = make_case([1], [64], 128, device=torch.device("cpu"))
-    for num_tokens, num_heads, expected in ((1, 16, (132, 1)), (1, 128, (66, 2)), (4, 20, (66, 2)), (64, 128, (33, 4))):
+    for num_tokens, num_heads, expected in (
+        (1, 16, (132, 1, 16)),
+        (1, 20, (132, 1, 32)),
+        (2, 16, (132, 1, 32)),
+        (1, 128, (66, 2, 64)),
+        (4, 20, (66, 2, 64)),
+        (64, 128, (33, 4, 64)),
+    ):
         q = torch.empty(num_tokens, num_heads, 576, dtype=torch.bfloat16)
         schedule = cuda_latent.choose_schedule(replace(call_of(case), q=q), 132)
-        assert (schedule.num_shares, schedule.num_lanes) == expected
+        assert (schedule.num_shares, schedule.num_lanes, schedule.rows) == expected
+
+
+def test_parts_of_many_requests_are_added_up_in_one_launch() -> None:
+    for num_requests, is_joined in ((15, False), (16, True)):
+        call = call_of(make_case([1] * num_requests, [64] * num_requests, 16, device=torch.device("cpu")))
+        assert cuda_latent.choose_schedule(call, 132).is_joined == is_joined
 
 
 def test_refusals_name_what_is_not_served(monkeypatch) -> None:

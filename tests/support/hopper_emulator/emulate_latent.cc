@@ -10,7 +10,7 @@ extern "C" int slipstream_emulate(const LatentParams* params, unsigned seed) {
   constexpr int kRowBytes = 2 * Shape::kKeyDim, kFp8Bytes = Shape::kFp8RowBytes;
   const char* cache = static_cast<const char*>(p.latent_cache);
   const int64_t num_slots = p.num_blocks << p.block_size_log2;
-  LatentMaps maps{{static_cast<const char*>(p.q), int64_t{p.num_tokens} * p.num_heads, kRowBytes, 64},
+  LatentMaps maps{{static_cast<const char*>(p.q), int64_t{p.num_tokens} * p.num_heads, kRowBytes, Shape::kRows},
                   {cache, num_slots, kRowBytes, 64}};
   if (Shape::kIsFp8) {
     maps.cache = {cache, num_slots, kFp8Bytes, 64, Shape::kValueDim, 1, Shape::kScaleColumns, false};
@@ -18,9 +18,15 @@ extern "C" int slipstream_emulate(const LatentParams* params, unsigned seed) {
     maps.rope = {cache + Shape::kRopeOffset, num_slots, kFp8Bytes, 64, 128};
   }
   emulator::warpgroups().clear();
-  const auto attend = [&](char* shared) { run_latent_attention(p, maps, LatentMemory(shared)); };
+  const auto attend = [&](char* shared) { run_latent_attention(p, maps, LatentMemoryOf(shared)); };
   const int num_ctas = p.num_shares * p.num_lanes;
-  if (emulator::run(num_ctas, LatentShape::kThreads, LatentMemory::kTotalBytes, seed, attend)) return 1;
+  if (emulator::run(num_ctas, LatentShape::kThreads, LatentMemoryOf::kTotalBytes, seed, attend)) return 1;
+  if (p.arrivals != nullptr) {
+    for (int cta = 0; cta < num_ctas; ++cta) {
+      if (p.arrivals[cta] != 0) return 1;
+    }
+    return 0;
+  }
   const auto merge = [&](char* shared) {
     auto* weights = reinterpret_cast<float*>(shared);
     LatentMerge{p, weights, weights + LatentMerge::kMostParts}.run(blockIdx.x);

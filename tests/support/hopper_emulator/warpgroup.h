@@ -17,7 +17,7 @@ struct Product {
   const float* values;     // of the 65536 patterns of an element
   uint64_t a_operand, b_operand;
   int n;
-  bool has_fragments, is_columns, adds;
+  bool has_fragments, is_slab, is_columns, adds;   // is_slab: a [16 x 64], its rows summed over
   int num_threads = 0;
 };
 
@@ -41,7 +41,8 @@ inline void execute(const Product& product) {
       const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2, part = row % 16 / 8 + k / 8 * 2;
       a[row][k] = product.has_fragments
                       ? product.values[product.a[thread][part] >> 16 * (k % 2) & 0xffff]
-                      : element(product.values, from_a + row / 8 * stride_of(product.a_operand, 32) + row % 8 * 128 + k * 2);
+                      : element(product.values, from_a + (product.is_slab ? k / 8 * stride_of(product.a_operand, 32) + k % 8 * 128 + row * 2
+                                                                          : row / 8 * stride_of(product.a_operand, 32) + row % 8 * 128 + k * 2));
     }
   }
   for (int k = 0; k < 16; ++k) {
@@ -98,7 +99,8 @@ inline std::map<std::pair<Cta*, int>, Warpgroup>& warpgroups() {
 inline Warpgroup& warpgroup() { return warpgroups()[{current->cta, static_cast<int>(current->thread.x / 128)}]; }
 
 template <typename T, int N>
-void multiply(float (&d)[N / 2], const uint32_t* a, uint64_t a_operand, uint64_t b_operand, bool is_columns, int adds) {
+void multiply(float (&d)[N / 2], const uint32_t* a, uint64_t a_operand, uint64_t b_operand, bool is_columns, int adds,
+              bool is_slab = false) {
   const int thread = current->thread.x % 128;
   Warpgroup& group = warpgroup();
   const unsigned index = group.asked[thread]++;
@@ -109,6 +111,7 @@ void multiply(float (&d)[N / 2], const uint32_t* a, uint64_t a_operand, uint64_t
   product.values = slipstream::table_of_values<T>();
   product.a_operand = a_operand, product.b_operand = b_operand;
   product.n = N, product.has_fragments = a != nullptr, product.is_columns = is_columns, product.adds = adds != 0;
+  product.is_slab = is_slab;
   if (++product.num_threads == 128 && group.queue.size() == index - group.num_done + 1 && std::rand() % 3 == 0) {
     while (group.num_done <= index) group.advance();
   }

@@ -22,15 +22,17 @@ from slipstream_kernels.dependent_launch import launches_dependently
 SOURCE = "sm90_latent_attention.cu"
 RANK, ROPE_DIM = 512, 64
 # Rows (tokens x heads) of a CTA, keys of a tile.
-ROWS, KEYS = 64, 64
+ROWS, KEYS = (16, 32, 64), 64
 FP8_ROWS = ("SLIPSTREAM_FP8_ROWS=1",)
 # The costs of one sum per request lie where two tiles of keys come later.
 MAX_REQUESTS = 2 * KEYS * (RANK + ROPE_DIM) // 2
+# From so many requests on the CTA that leaves the last part of a unit adds up all: one after the other, and few.
+MANY_REQUESTS = 16
 # CTAs that take different rows of the same keys at the same time.
 MAX_LANES = 4
 POINTERS = (
     "q", "latent_cache", "out", "block_tables", "query_start_loc", "seq_lens", "tree_mask", "partial_out",
-    "partial_state", "plan",
+    "partial_state", "plan", "arrivals",
 )  # fmt: skip
 STRIDES = ("table_stride", "num_blocks")
 COUNTS = (
@@ -49,22 +51,29 @@ class LatentParams(ctypes.Structure):
 class Schedule:
     """How the tiles of all keys are cut into shares: csrc/schedule/latent_work.cuh.
 
-    unit_cost: what beginning and ending 64 rows takes, in tiles.  min_share: tiles of a share, at least; smaller ones
-    make more parts to add up.
+    unit_cost: what beginning and ending a CTA's rows takes, in tiles.  min_share: tiles of a share, at least; smaller
+    ones make more parts to add up.  rows: of a CTA.  is_joined: the last CTA
+    adds up a unit's parts, not a second kernel.
     """
 
     num_shares: int
     num_lanes: int
     unit_cost: int = 1
     min_share: int = 3
+    rows: int = ROWS[-1]
+    is_joined: bool = False
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the CTAs of one launch leave for the second kernel; launches must follow each other (one stream)."""
+    """What the CTAs of one launch leave for each other; launches must follow each other (one stream).
+
+    arrivals: how many parts of a unit are there, by the CTA of its first; zeros between launches.
+    """
 
     partial_out: torch.Tensor
     partial_state: torch.Tensor
+    arrivals: torch.Tensor
 
 
 def refusal(call: LatentCall) -> str | None:
@@ -86,21 +95,34 @@ def refusal(call: LatentCall) -> str | None:
         return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
     if call.q.data_ptr() % 16 or call.rows.data_ptr() % 16:
         return "q or the cache does not begin at a multiple of 16 bytes"
-    return build_refusal(SOURCE, defines_of(call))
+    return build_refusal(SOURCE, defines_of(call, rows_of(call)))
 
 
-def defines_of(call: LatentCall) -> tuple[str, ...]:
-    """Of the variant for the rows of this cache."""
-    return FP8_ROWS if call.cache.is_fp8 else ()
+def rows_of(call: LatentCall) -> int:
+    """Of a CTA: as few as a request of the mean number of rows needs."""
+    rows_of_request = mean_rows(call)
+    return next((rows for rows in ROWS if rows >= rows_of_request), ROWS[-1])
+
+
+def mean_rows(call: LatentCall) -> int:
+    """Of the call's requests, rounded up."""
+    return -(-call.q.shape[0] * call.q.shape[1] // call.seq_lens.shape[0])
+
+
+def defines_of(call: LatentCall, rows: int) -> tuple[str, ...]:
+    """Of the variant for CTAs of so many rows and the rows of this cache."""
+    of_rows = () if rows == ROWS[-1] else (f"SLIPSTREAM_ROWS={rows}",)
+    return (*of_rows, *(FP8_ROWS if call.cache.is_fp8 else ()))
 
 
 def variants() -> list[tuple[str, ...]]:
     """All variants, for building ahead of time."""
-    return [(), FP8_ROWS]
+    of_rows = [(), *((f"SLIPSTREAM_ROWS={rows}",) for rows in ROWS[:-1])]
+    return [(*defines, *fp8) for defines in of_rows for fp8 in ((), FP8_ROWS)]
 
 
 def latent_attention(call: LatentCall) -> None:
-    """See ops.latent_attention; writes call.out.  Two launches."""
+    """See ops.latent_attention; writes call.out.  One launch, two for few requests."""
     if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
         return
     schedule = choose_schedule(call, count_sms(call.q.device))
@@ -112,24 +134,26 @@ def run(call: LatentCall, schedule: Schedule) -> None:
     device = call.q.device  # one workspace for all schedules of a device, which have as many CTAs as SMs or a few less
     space = workspace(device, max(count_sms(device), schedule.num_shares * schedule.num_lanes))
     params, _plan = arguments(call, schedule, space)
-    launch("latent_attention", load(SOURCE, defines_of(call)), params, device)
+    launch("latent_attention", load(SOURCE, defines_of(call, schedule.rows)), params, device)
 
 
 def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:
     """One CTA to an SM; as many to a share as a request of the mean number of rows needs."""
-    rows_of_request = -(-call.q.shape[0] * call.q.shape[1] // call.seq_lens.shape[0])
-    num_lanes = min(-(-rows_of_request // ROWS), MAX_LANES, num_sms)
-    return Schedule(num_sms // num_lanes, num_lanes)
+    rows = rows_of(call)
+    num_lanes = min(-(-mean_rows(call) // rows), MAX_LANES, num_sms)
+    if call.seq_lens.shape[0] < MANY_REQUESTS:
+        return Schedule(num_sms // num_lanes, num_lanes, rows=rows)
+    return Schedule(num_sms // num_lanes, num_lanes, unit_cost=2, min_share=6, rows=rows, is_joined=True)
 
 
 def workspace_bytes(num_sms: int) -> int:
     """Of a device's workspace, which it keeps."""
-    return _workspace_rows(num_sms) * (RANK + 2) * 4
+    return _workspace_rows(num_sms) * (RANK + 2) * 4 + num_sms * 4
 
 
 def _workspace_rows(num_ctas: int) -> int:
     """A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on."""
-    return 2 * num_ctas * ROWS
+    return 2 * num_ctas * ROWS[-1]
 
 
 @lru_cache
@@ -141,6 +165,7 @@ def workspace(device: torch.device, num_ctas: int) -> Workspace:
     return Workspace(
         partial_out=torch.empty(rows * RANK, dtype=torch.float32, device=device),
         partial_state=torch.empty(rows * 2, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(num_ctas, dtype=torch.int32, device=device),
     )
 
 
@@ -152,6 +177,7 @@ def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[L
         "q": call.q, "latent_cache": call.rows, "out": call.out, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "tree_mask": call.tree_mask,
         "partial_out": space.partial_out, "partial_state": space.partial_state, "plan": plan,
+        "arrivals": space.arrivals if schedule.is_joined else None,
     }  # fmt: skip
     params = LatentParams(
         **addresses(tensors),

@@ -1,5 +1,6 @@
-// The second kernel of latent attention: adds up the parts of rows whose keys several CTAs share, by their log-sum-exp
-// (Flash-Decoding), in the order of the keys, so that a launch repeats bit for bit. A CTA for each (token, head).
+// The second kernel of latent attention with few requests: adds up the parts of rows whose keys several CTAs share, by their
+// log-sum-exp (Flash-Decoding), in the order of the keys, so that a launch repeats bit for bit. A CTA for each (token, head).
+// With many requests the first kernel does it: latent_join.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +22,7 @@ struct LatentMerge {
   float* weights;    // shared: [kMostParts]
   float* partials;   // shared: [2 x warps], for reductions
 
-  // slot: of the first part; the others follow, one of every two slots of a lane. Of no parts (padding) the sum is zero.
+  // Of no parts (padding) the sum is zero.
   __device__ __forceinline__ void run(int row_of_q) const {
     if (row_of_q >= p.query_start_loc[p.num_requests] * p.num_heads) return;
     const int2 plan = __ldcg(reinterpret_cast<const int2*>(p.plan) + row_of_q);
@@ -36,7 +37,7 @@ struct LatentMerge {
       for (int i = 0; i < kBatch; ++i) {
         const int part = min(first + i, num_parts - 1);
         loaded[i] = __ldcg(reinterpret_cast<const float4*>(p.partial_out) +
-                           part_row(plan.x, part, row) * (Shape::kValueDim / 4) + threadIdx.x);
+                           part_row(p, plan.x, part, row) * (Shape::kValueDim / 4) + threadIdx.x);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -51,21 +52,16 @@ struct LatentMerge {
   }
 
  private:
-  __device__ __forceinline__ int64_t part_row(int first_slot, int part, int row) const {
-    const int slot = first_slot + 2 * p.num_lanes * part + (part == 0 ? 1 : 0);
-    return static_cast<int64_t>(slot) * Shape::kRows + row;
-  }
-
   // Fills `weights`; returns the factor of the weighted sum. All threads.
   __device__ __forceinline__ float weigh(int first_slot, int num_parts, int row) const {
     const auto* states = reinterpret_cast<const float2*>(p.partial_state);
     float largest = kNothing, sum = 0.0f;
     for (int part = threadIdx.x; part < num_parts; part += kThreads) {
-      largest = fmaxf(largest, __ldcg(states + part_row(first_slot, part, row)).x);
+      largest = fmaxf(largest, __ldcg(states + part_row(p, first_slot, part, row)).x);
     }
     largest = reduce(largest, [](float a, float b) { return fmaxf(a, b); }, partials);
     for (int part = threadIdx.x; part < num_parts; part += kThreads) {
-      const float2 state = __ldcg(states + part_row(first_slot, part, row));
+      const float2 state = __ldcg(states + part_row(p, first_slot, part, row));
       const float weight = state.x == kNothing ? 0.0f : exp2_fast(state.x - largest);
       weights[part] = weight;
       sum += weight * state.y;

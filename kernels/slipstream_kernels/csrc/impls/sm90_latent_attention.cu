@@ -2,9 +2,10 @@
 // Contract: attention/latent_attention.py.
 //
 // All heads share the rows of the cache: 576 columns of a row are the key, the first 512 of them the value. 64 rows of
-// (token, head) pairs are the tall side of the products; fewer heads leave rows unused, where memory is the limit. How the
-// keys are shared out: latent_work.cuh; the two warpgroups that multiply: latent_consumer.cuh; a second kernel adds up
-// what several CTAs share: latent_merge.cuh. Of FP8 rows another warpgroup makes bf16 ones: latent_convert.cuh.
+// (token, head) pairs are the tall side of the products, or, where there are no more than 32, keys are. How the
+// keys are shared out: latent_work.cuh; the two warpgroups that multiply: latent_consumer.cuh, latent_narrow_consumer.cuh;
+// what several CTAs share is added up by the last of them, or by a second kernel: latent_join.cuh, latent_merge.cuh. Of FP8 rows another warpgroup makes bf16 ones:
+// latent_convert.cuh.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(LatentShape::kThreads, 1)
     latent_attention_kernel(const __grid_constant__ LatentParams p, const __grid_constant__ LatentMaps maps) {
   start_dependents();
   extern __shared__ __align__(kSwizzleUnit) char shared[];
-  run_latent_attention(p, maps, LatentMemory(shared));
+  run_latent_attention(p, maps, LatentMemoryOf(shared));
 }
 
 __global__ void __launch_bounds__(LatentMerge::kThreads) latent_merge_kernel(const __grid_constant__ LatentParams p) {
@@ -49,28 +50,28 @@ bool encode_fp8_rows(LatentMaps* maps, const void* cache, int64_t num_rows) {
                         data + Shape::kRopeOffset, num_rows, 64, 64);
 }
 
-bool encode_rows(CUtensorMap* map, const void* data, int64_t num_rows) {
+bool encode_rows(CUtensorMap* map, const void* data, int64_t num_rows, uint32_t box) {
   const Extent<2> rows{{LatentShape::kKeyDim, static_cast<uint64_t>(num_rows)},
                        {LatentShape::kKeyDim * sizeof(uint16_t)},
-                       {64, 64}};
+                       {64, box}};
   return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, data, rows);
 }
 
 cudaError_t launch(const LatentParams& p, cudaStream_t stream) {
   LatentMaps maps;
-  if (p.num_requests > LatentMemory::kMostRequests || p.num_shares > LatentMerge::kMostParts ||
-      !encode_rows(&maps.q, p.q, int64_t{p.num_tokens} * p.num_heads) ||
+  if (p.num_requests > LatentMemoryOf::kMostRequests || p.num_shares > LatentMerge::kMostParts ||
+      !encode_rows(&maps.q, p.q, int64_t{p.num_tokens} * p.num_heads, LatentShape::kRows) ||
       !(LatentShape::kIsFp8 ? encode_fp8_rows(&maps, p.latent_cache, p.num_blocks << p.block_size_log2)
-                            : encode_rows(&maps.cache, p.latent_cache, p.num_blocks << p.block_size_log2))) {
+                            : encode_rows(&maps.cache, p.latent_cache, p.num_blocks << p.block_size_log2, LatentShape::kKeys))) {
     return cudaErrorInvalidValue;
   }
-  constexpr int kBytes = LatentMemory::kTotalBytes;
+  constexpr int kBytes = LatentMemoryOf::kTotalBytes;
   const cudaError_t allowed = allow_shared_memory<latent_attention_kernel, kBytes>();
   if (allowed != cudaSuccess) return allowed;
   const cudaError_t attended =
       launch_kernel(p.is_dependent != 0, dim3(p.num_shares * p.num_lanes), LatentShape::kThreads, kBytes, stream,
                     latent_attention_kernel, p, maps);
-  if (attended != cudaSuccess) return attended;
+  if (attended != cudaSuccess || p.arrivals != nullptr) return attended;
   return launch_kernel(p.is_dependent != 0, dim3(p.num_tokens * p.num_heads), LatentMerge::kThreads, 0, stream,
                        latent_merge_kernel, p);
 }

@@ -9,6 +9,7 @@
 // probabilities to the latest maxima and has them ready. Then each multiplies the other's.
 #pragma once
 
+#include "epilogue/latent_join.cuh"
 #include "epilogue/latent_store.cuh"
 #include "mma/draft_mask.cuh"
 #include "mma/wgmma_fragments.cuh"
@@ -317,6 +318,9 @@ struct LatentConsumer {
                 __uint_as_float(load_shared_4(memory.sum(1, row_of(r))));
     }
     LatentStore{p, work(), 256 * W}.run(state, sums, out);
+    if (p.arrivals != nullptr && work().num_parts > 1) {
+      LatentJoin{p, work(), static_cast<int>(threadIdx.x % 128) + 128 * W, memory.flag()}.run();
+    }
     query_parity ^= 1;
   }
 };

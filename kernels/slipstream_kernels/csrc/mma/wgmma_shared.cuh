@@ -46,6 +46,16 @@ __device__ __forceinline__ void multiply_shared(float (&d)[N / 2], uint64_t a, u
 #undef SLIPSTREAM_FLAGS
 }
 
+// d[64 x N] += a b in bf16: a [16 x 64], whose rows are summed over (columns_operand of hopper_mma.cuh), b [N x 16]. N: 16, 32.
+#define SLIPSTREAM_FLAGS ", add, 1, 1, 1, 0;}\n"
+template <int N>
+__device__ __forceinline__ void multiply_slab(float (&d)[N / 2], uint64_t a, uint64_t b) {
+  static_assert(N == 16 || N == 32);
+  constexpr int adds = 1;
+  SLIPSTREAM_PRODUCT_OF("k16.f32.bf16.bf16")
+}
+#undef SLIPSTREAM_FLAGS
+
 #undef SLIPSTREAM_PRODUCT
 #undef SLIPSTREAM_PRODUCT_OF
 

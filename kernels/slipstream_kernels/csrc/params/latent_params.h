@@ -14,7 +14,8 @@ struct LatentParams {
   const int64_t* tree_mask;     // [num_tokens] or null
   float* partial_out;           // [2 x CTAs, 64, 512]: of rows whose keys several CTAs share
   float* partial_state;         // [2 x CTAs, 64, 2] maximum (base 2) and normaliser
-  int32_t* plan;                // [num_tokens x num_heads, 2]: where the parts of a row lie
+  int32_t* plan;                // [num_tokens x num_heads, 2]: where the parts of a row lie, for the second kernel
+  int32_t* arrivals;            // [CTAs] zeros, and zeros again afterwards; null: a second kernel adds up the parts
   int64_t table_stride;
   int64_t num_blocks;
   int32_t num_tokens;

@@ -6,7 +6,7 @@
 // and 2 * part + 1 before all have read what lies there: parts before this one, the last part itself, the scales.
 #pragma once
 
-#include "mma/warp_mma.cuh"
+#include "pipeline/latent_widen.cuh"
 #include "schedule/latent_shape.cuh"
 #include "schedule/latent_work.cuh"
 
@@ -66,7 +66,7 @@ struct LatentConverter {
       for (int i = 0; i < kRounds; ++i) {
         if (part + 1 < Shape::kScales) read(i);
         const float scale = part == 0 ? scales[i].x : part == 1 ? scales[i].y : part == 2 ? scales[i].z : scales[i].w;
-        store(slab + 2 * part * Shape::kSlabBytes + i * kRowStep * kSwizzleBytes, column, first_row % 8, words[i], scale);
+        store_widened(slab + 2 * part * Shape::kSlabBytes + i * kRowStep * kSwizzleBytes, column, first_row % 8, words[i], scale);
       }
       fence_shared_for_engines();
       __syncwarp();
@@ -75,28 +75,6 @@ struct LatentConverter {
         arrive(memory.filled(tile, 2 * part + 1));
       }
     }
-  }
-
-  // 16 columns of a row: two swizzled parts of 16 bytes. The threads of a row's second slab begin with the other one, so
-  // that eight neighbouring threads write to different banks.
-  static __device__ __forceinline__ void store(char* row, int column, int row_in_unit, uint4 words, float scale) {
-    const uint4 low = widen(words.x, words.y, scale), high = widen(words.z, words.w, scale);
-    const bool is_swapped = column / 4 == 1;
-    const int part = column % 4 * 2;
-    *reinterpret_cast<uint4*>(row + ((part + is_swapped) ^ row_in_unit) * 16) = is_swapped ? high : low;
-    *reinterpret_cast<uint4*>(row + ((part + !is_swapped) ^ row_in_unit) * 16) = is_swapped ? low : high;
-  }
-
-  static __device__ __forceinline__ uint4 widen(uint32_t first, uint32_t second, float scale) {
-    uint32_t pairs[4];
-    widen_e4m3(first, pairs[0], pairs[1]);
-    widen_e4m3(second, pairs[2], pairs[3]);
-#pragma unroll
-    for (uint32_t& pair : pairs) {
-      const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-      pair = pack<__nv_bfloat16>(values.x * scale, values.y * scale);
-    }
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 };
 

@@ -1,5 +1,5 @@
-// The loading warps of a CTA of latent attention: one thread streams the even tiles of keys, one the odd ones, one the
-// queries, slab by slab, each as soon as its place in shared memory has been given back. A warp is left for the plan.
+// The loading warps of a CTA of latent attention: two threads stream keys, one queries, each slab as soon as its place in
+// shared memory has been given back. A warp is left for the plan.
 #pragma once
 
 #include "ptx/cluster.cuh"
@@ -17,44 +17,38 @@ struct LatentMaps {
   CUtensorMap scales, rope;   // FP8 alone
 };
 
+// MEMORY: LatentMemory or NarrowMemory.
+template <typename MEMORY>
 struct LatentLoader {
   using Shape = LatentShape;
   using Walk = LatentWalk<Shape::kRows, Shape::kKeys>;
 
   const LatentParams& p;
   const LatentMaps& maps;
-  LatentMemory memory;
+  MEMORY memory;
 
-  // One thread. TILE: 0 for even tiles of a unit, 1 for odd ones.
-  template <int TILE>
-  __device__ __forceinline__ void load_keys(Walk walk) const {
-    const uint64_t hint = p.num_lanes == 1 ? kReadOnce : kReadNormally;
+  // One thread: `load` with the first row in the cache of the unit's tiles first, first + STEP and so on, which it counts.
+  template <int STEP, typename LOAD>
+  __device__ __forceinline__ void for_tiles(Walk walk, int first, LOAD load) const {
     bool is_awaited = false;
-    uint32_t parity = 0;
     LatentWork work;
 #pragma unroll 1
     while (walk.advance(work)) {
 #pragma unroll 1
-      for (int tile = work.begin + TILE; tile < work.end; tile += 2) {
-        const int row = cache_row(work, tile);
+      for (int i = first; i < work.end - work.begin; i += STEP) {
+        const int tile = work.begin + i, row = cache_row(work, tile);
         const bool is_settled = p.is_prefix_settled && (tile + 1) * Shape::kKeys <= work.prefix();
         if (!is_settled && !is_awaited) {
           await_previous();
           is_awaited = true;
         }
-        // In the order in which the tile's slabs are given back.
-        if constexpr (Shape::kIsFp8) {
-          load_raw<TILE>(row, parity, hint);
-        } else {
-          load_group<TILE, 2>(row, parity, hint);
-          load_group<TILE, TILE>(row, parity, hint);
-          load_group<TILE, 1 - TILE>(row, parity, hint);
-        }
-        parity ^= 1;
+        load(row, i);
       }
     }
     if (!is_awaited) await_previous();
   }
+
+  __device__ __forceinline__ uint64_t hint() const { return p.num_lanes == 1 ? kReadOnce : kReadNormally; }
 
   // One thread. Tells the warpgroups that multiply what there is to do.
   __device__ __forceinline__ void load_queries(Walk walk) const {
@@ -65,7 +59,7 @@ struct LatentLoader {
     while (walk.advance(work)) {
       wait_barrier(memory.query_emptied(), parity ^ 1);
       memory.work(parity) = work;
-      arrive_expecting(memory.query_filled(), Shape::kTileBytes);
+      arrive_expecting(memory.query_filled(), MEMORY::kQueryBytes);
       const int row = work.start * p.num_heads + work.first_row;
 #pragma unroll 1
       for (int slab = 0; slab < Shape::kSlabs; ++slab) {
@@ -83,31 +77,39 @@ struct LatentLoader {
     await_previous();
     LatentWork work;
 #pragma unroll 1
-    while (walk.advance(work)) {
+    while (p.arrivals == nullptr && walk.advance(work)) {
       if (work.slot % 2 == 0) continue;
       const int num_rows = min(work.query_len * p.num_heads - work.first_row, Shape::kRows);
       int2* plan = reinterpret_cast<int2*>(p.plan) + static_cast<int64_t>(work.start) * p.num_heads + work.first_row;
 #pragma unroll 1
       for (int row = threadIdx.x % 32; row < num_rows; row += 32) {
-        plan[row] = make_int2(work.slot - 1, work.num_parts * Shape::kRows + row);
+        plan[row] = make_int2(work.first_slot, work.num_parts * Shape::kRows + row);
       }
     }
     leave_padding();
   }
 
  private:
-  // No parts: the merge writes zeros. Not inlined: the loops of the other warps would get fewer registers.
+  // Zeros, or no parts, of which the merge makes zeros. Not inlined: the loops of the other warps would get fewer registers.
   __device__ __attribute__((noinline)) void leave_padding() const {
     const LatentLine<Shape::kRows, Shape::kKeys> line{p};
 #pragma unroll 1
     for (int request = blockIdx.x; request < p.num_requests; request += p.num_shares * p.num_lanes) {
       if (!line.is_padding(request)) continue;
-      const int end = p.query_start_loc[request + 1] * p.num_heads;
-#pragma unroll 1
-      for (int row = p.query_start_loc[request] * p.num_heads + threadIdx.x % 32; row < end; row += 32) {
-        reinterpret_cast<int2*>(p.plan)[row] = make_int2(0, 0);
+      const int64_t begin = int64_t{p.query_start_loc[request]} * p.num_heads;
+      const int64_t end = int64_t{p.query_start_loc[request + 1]} * p.num_heads;
+      if (p.arrivals == nullptr) {
+        fill(reinterpret_cast<uint2*>(p.plan), begin, end);
+      } else {
+        constexpr int kRowWords = Shape::kValueDim / 4;
+        fill(static_cast<uint2*>(p.out), begin * kRowWords, end * kRowWords);
       }
     }
+  }
+
+  static __device__ __forceinline__ void fill(uint2* to, int64_t begin, int64_t end) {
+#pragma unroll 1
+    for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) to[i] = make_uint2(0, 0);
   }
 
   // The tile's first row in the cache; negative, so that all of the box lies outside, if it has no block.
@@ -117,7 +119,28 @@ struct LatentLoader {
     const int block = p.block_tables[work.request * p.table_stride + (token >> p.block_size_log2)];
     return block < 0 ? -Shape::kKeys : (block << p.block_size_log2) + (token & ((1 << p.block_size_log2) - 1));
   }
+};
 
+// The keys of 64 rows of queries: one thread streams the even tiles of a unit, one the odd ones, slab by slab, in the order
+// in which the tile's slabs are given back.
+struct WideLoader : LatentLoader<LatentMemory> {
+  // One thread. TILE: 0 for even tiles, 1 for odd ones.
+  template <int TILE>
+  __device__ __forceinline__ void load_keys(Walk walk) const {
+    uint32_t parity = 0;
+    for_tiles<2>(walk, TILE, [&](int row, int) {
+      if constexpr (Shape::kIsFp8) {
+        load_raw<TILE>(row, parity, hint());
+      } else {
+        load_group<TILE, 2>(row, parity, hint());
+        load_group<TILE, TILE>(row, parity, hint());
+        load_group<TILE, 1 - TILE>(row, parity, hint());
+      }
+      parity ^= 1;
+    });
+  }
+
+ private:
   template <int TILE, int GROUP>
   __device__ __forceinline__ void load_group(int row, uint32_t parity, uint64_t hint) const {
     constexpr int kFirst = GROUP * 4, kEnd = GROUP == 2 ? kFirst + 1 : kFirst + 4;

@@ -1,4 +1,5 @@
 // Shared memory of the latent attention kernel: 64 rows of queries, two tiles of 64 keys, probabilities, barriers.
+// A library built with SLIPSTREAM_ROWS=16 or 32 has as many rows of queries: latent_narrow_shape.cuh.
 //
 // Rows of the cache are bf16; of a library built with SLIPSTREAM_FP8_ROWS=1 they are FP8 (latent_cache.py), and become
 // bf16 where the tensor cores read them (latent_convert.cuh).
@@ -11,13 +12,16 @@
 #ifndef SLIPSTREAM_FP8_ROWS
 #define SLIPSTREAM_FP8_ROWS 0
 #endif
+#ifndef SLIPSTREAM_ROWS
+#define SLIPSTREAM_ROWS 64
+#endif
 
 namespace slipstream {
 
 // Sizes are those of DeepSeek's latent: 512 columns that are key and value, 64 rotated ones that are key alone. They lie
 // in slabs of 64 columns (128 swizzled bytes) of 64 rows, of which each is copied, awaited and given back by itself.
 struct LatentShape {
-  static constexpr int kRows = 64;                  // (token, head) pairs of a request
+  static constexpr int kRows = SLIPSTREAM_ROWS;     // (token, head) pairs of a request
   static constexpr int kKeys = 64;
   static constexpr int kValueDim = 512;
   static constexpr int kKeyDim = 576;
@@ -26,10 +30,13 @@ struct LatentShape {
   static constexpr int kSlabBytes = 64 * kSwizzleBytes;
   static constexpr int kTileBytes = kSlabs * kSlabBytes;
   static constexpr bool kIsFp8 = SLIPSTREAM_FP8_ROWS;
-  static constexpr int kThreads = kIsFp8 ? 512 : 384;   // a warpgroup that loads, two that multiply, one that converts
-  static constexpr int kLoadRegisters = kIsFp8 ? 24 : 40;
-  static constexpr int kRegisters = kIsFp8 ? 224 : 232;
-  static constexpr int kConvertRegisters = 40;
+  // A warpgroup that loads, two that multiply, one that converts, or two. Together they have the registers that the
+  // kernel begins with: 168, 128 or 96 each.
+  static constexpr int kConverters = !kIsFp8 ? 0 : kRows == 16 ? 2 : 1;
+  static constexpr int kThreads = 384 + 128 * kConverters;
+  static constexpr int kLoadRegisters = kIsFp8 && kRows == 64 ? 24 : 40;
+  static constexpr int kConvertRegisters = kRows == 64 ? 40 : kRows == 32 ? 72 : 64;
+  static constexpr int kRegisters = !kIsFp8 ? 232 : kRows == 64 ? 224 : kRows == 32 ? 200 : 152;
   // An FP8 row: 512 bytes of latents, a scale for each 128 of them, 64 rotated features in bf16.
   static constexpr int kScaleColumns = 128;
   static constexpr int kScales = kValueDim / kScaleColumns;
@@ -42,15 +49,23 @@ struct LatentShape {
 // What a tile's slabs are given back in: the columns of warpgroup 0's outputs, of warpgroup 1's, and the rotated ones.
 constexpr int kSlabGroups = 3;
 
+// Where a row of a unit's part lies among the partial sums: the parts follow the first, in one of every two slots of a lane.
+__device__ __forceinline__ int64_t part_row(const LatentParams& p, int first_slot, int part, int row) {
+  const int slot = first_slot + 2 * p.num_lanes * part - (part == 0 ? 0 : 1);
+  return static_cast<int64_t>(slot) * LatentShape::kRows + row;
+}
+
 struct LatentMemory {
   using Shape = LatentShape;
+  static constexpr int kQueryBytes = Shape::kTileBytes, kQuerySlabBytes = Shape::kSlabBytes;
   // The last slab of queries is held in registers: it arrives where probabilities lie later.
   static constexpr int kProbOffset = Shape::kValueSlabs * Shape::kSlabBytes;
   static constexpr int kTileOffset = kProbOffset + 2 * Shape::kSlabBytes;
   static constexpr int kStateOffset = kTileOffset + 2 * Shape::kTileBytes;
   static constexpr int kSumOffset = kStateOffset + 2 * Shape::kRows * 8;
   static constexpr int kWorkOffset = kSumOffset + 2 * Shape::kRows * 4;
-  static constexpr int kBarrierOffset = kWorkOffset + 2 * sizeof(LatentWork);
+  static constexpr int kFlagOffset = kWorkOffset + 2 * sizeof(LatentWork);
+  static constexpr int kBarrierOffset = kFlagOffset + 8;
   static_assert(kBarrierOffset % 8 == 0);
   static constexpr int kRawBarrier = 2 + 2 * Shape::kSlabs + 2 * kSlabGroups;
   static constexpr int kNumBarriers = kRawBarrier + (Shape::kIsFp8 ? 2 : 0);
@@ -80,6 +95,7 @@ struct LatentMemory {
   __device__ __forceinline__ LatentWork& work(int slot) const {
     return reinterpret_cast<LatentWork*>(base + kWorkOffset)[slot];
   }
+  __device__ __forceinline__ uint32_t flag() const { return address + kFlagOffset; }   // see LatentJoin
   // Sums of tiles over requests, before the first tile of keys is copied.
   __device__ __forceinline__ int* request_ends() const { return reinterpret_cast<int*>(base + kTileOffset); }
   static constexpr int kMostRequests = 2 * Shape::kTileBytes / 4;

@@ -22,6 +22,7 @@ struct LatentWork {
   int begin, end;    // tiles of keys
   int num_parts;     // shares that have tiles of the unit; 1: the output is complete
   int slot;          // where the CTA leaves its part; odd if it is the unit's first
+  int first_slot;    // of the unit's parts
 
   __device__ __forceinline__ int prefix() const { return seq_len - query_len; }
 };
@@ -93,6 +94,7 @@ struct LatentWalk {
     work.num_parts = (unit_start + length - p.unit_cost - 1) / share - first_share + 1;
     // A CTA has two parts at most: of the unit that came to it and of the one that it hands on.
     work.slot = 2 * cta + (cta / p.num_lanes == first_share ? 1 : 0);
+    work.first_slot = 2 * (first_share * p.num_lanes + lane) + 1;
     return true;
   }
 

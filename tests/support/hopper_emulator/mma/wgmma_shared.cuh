@@ -11,4 +11,9 @@ void multiply_shared(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
   emulator::multiply<T, N>(d, nullptr, a, b, false, adds);
 }
 
+template <int N>
+void multiply_slab(float (&d)[N / 2], uint64_t a, uint64_t b) {
+  emulator::multiply<__nv_bfloat16, N>(d, nullptr, a, b, false, 1, true);
+}
+
 }  // namespace slipstream

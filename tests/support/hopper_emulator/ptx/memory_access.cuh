@@ -19,11 +19,16 @@ inline uint32_t load_shared_4(uint32_t address) { return load_shared<uint32_t>(a
 inline uint2 load_shared_8(uint32_t address) { return load_shared<uint2>(address); }
 inline uint4 load_shared_16(uint32_t address) { return load_shared<uint4>(address); }
 
+inline void store_shared_2(uint32_t address, uint32_t v) { std::memcpy(emulator::shared(address), &v, 2); }
 inline void store_shared_4(uint32_t address, uint32_t v) { std::memcpy(emulator::shared(address), &v, 4); }
 inline void store_shared_4(uint32_t address, float v) { std::memcpy(emulator::shared(address), &v, 4); }
 inline void store_shared_8(uint32_t address, float x, float y) {
   store_shared_4(address, x);
   store_shared_4(address + 4, y);
+}
+inline void store_shared_16(uint32_t address, float x, float y, float z, float w) {
+  store_shared_8(address, x, y);
+  store_shared_8(address + 8, z, w);
 }
 
 inline uint4 load_global_16(const void* from) {
