@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
-from slipstream.server.chat import for_template
+from slipstream.server.chat import templated
 from slipstream.server.errors import ApiError
 from slipstream.server.schemas import ChatRequest, Message
 from slipstream.server.unknown_fields import unknown_message_keys, warning
@@ -49,7 +49,7 @@ def post(running: GatewayProcess, path: str, **message: object) -> tuple[int, di
 @pytest.mark.parametrize("rest", [{}, {"content": None}, {"contnet": "What is 2+2?"}])
 def test_a_message_without_content_is_refused(role: str, rest: dict[str, object]) -> None:
     with pytest.raises(ApiError, match=r"messages\[3\].content: is missing, accepted: a text") as refused:
-        for_template(Message.model_validate({"role": role, **rest}), 3)
+        templated(Message.model_validate({"role": role, **rest}), 3)
     assert (refused.value.status_code, refused.value.param) == (400, "messages[3].content")
     assert refused.value.message.endswith("did you mean it by contnet?") == ("contnet" in rest)
 
@@ -66,7 +66,7 @@ def test_a_message_without_content_is_refused(role: str, rest: dict[str, object]
     ],
 )
 def test_what_needs_no_content(message: dict[str, object]) -> None:
-    assert for_template(Message.model_validate(message), 0)["content"] == ""
+    assert templated(Message.model_validate(message), 0)["content"] == ""
 
 
 def test_keys_that_nobody_reads_are_named() -> None:

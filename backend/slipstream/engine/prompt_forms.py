@@ -5,12 +5,12 @@ Pure functions, for engine/llm.py. They must not know the engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from slipstream.core.chat_messages import for_template
 from slipstream.core.errors import RequestError
 from slipstream.core.settings import BY_NAME
 
@@ -124,35 +124,6 @@ def _read_conversation(conversation: object) -> list[dict[str, Any]]:
 def _read_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(where, 'is no message, accepted: {"role": text, "content": text}')
-    turn = dict(message)
-    content = turn.get("content")
-    if content is None and turn["role"] in _WITH_CONTENT:
+    if message.get("content") is None and message["role"] in _WITH_CONTENT:
         raise RequestError(f"{where}.content", "is missing, accepted: a text or a list of text parts")
-    if content is not None and not isinstance(content, str):
-        turn["content"] = _text_of_parts(content, f"{where}.content")
-    if isinstance(calls := turn.get("tool_calls"), Sequence):
-        turn["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
-    return turn
-
-
-def _text_of_parts(content: object, where: str) -> str:
-    texts = []
-    for number, part in enumerate(content if isinstance(content, Sequence) else [content]):
-        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-        if not is_text:
-            kind = part.get("type", "no type") if isinstance(part, Mapping) else type(part).__name__
-            told = f'got {str(kind)[:64]}, accepted: {{"type": "text", "text": ...}}; this is a text model'
-            raise RequestError(f"{where}[{number}]", told)
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _read_call(call: Any, where: str) -> Any:
-    """A call whose arguments are an object, also where they are JSON as OpenAI's API has them."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
-    except (ValueError, RecursionError):
-        raise RequestError(f"{where}.function.arguments", "is not JSON") from None
+    return for_template(message, where)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import json
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
+from slipstream.core.chat_messages import for_template
+from slipstream.core.errors import RequestError
 from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
@@ -111,7 +112,7 @@ def render(request: ChatRequest, model: Model, tools: ToolUse) -> str:
         if (value := getattr(request, name)) is not None:
             extra.setdefault(name, value)
     return model.template.render(
-        [for_template(message, index) for index, message in enumerate(request.messages)],
+        [templated(message, index) for index, message in enumerate(request.messages)],
         tools.tools,
         request.add_generation_prompt,
         request.continue_final_message,
@@ -140,19 +141,14 @@ def check_content(message: Message, index: int) -> None:
     raise ApiError(400, f"{path}: is missing, accepted: a text or a list of text parts{hint}", param=path)
 
 
-def for_template(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: text in one piece, a call's arguments as an object."""
+def templated(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates expect it, with content. Raises ApiError."""
     check_content(message, index)
-    body = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        body["content"] = plain_text(message.content)
+    try:
+        body = for_template(message.model_dump(exclude_none=True), f"messages[{index}]")
+    except RequestError as error:
+        raise ApiError(400, str(error), param=error.field) from None
     body.setdefault("content", "")
-    for number, call in enumerate(body.get("tool_calls", [])):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            param = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise ApiError(400, f"{param}: is not JSON", param=param) from None
     return body
 
 

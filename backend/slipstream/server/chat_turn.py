@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from slipstream.core.chat_messages import text_of_parts
+from slipstream.core.errors import RequestError
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Response
@@ -39,15 +41,10 @@ def chat_request(request: TurnRequest, **fields: Any) -> ChatRequest:
 
 def text_of(parts: str | Sequence[Mapping[str, Any]], kinds: Sequence[str], where: str) -> str:
     """The text of a message's parts. Raises ApiError for a part of another kind than these."""
-    if isinstance(parts, str):
-        return parts
-    texts = []
-    for index, part in enumerate(parts):
-        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            accepted = f"accepted: parts of type {', '.join(kinds)} with a text; this is a text model"
-            raise ApiError(400, f"{where}[{index}]: got type {str(part.get('type'))[:64]!r}, {accepted}", param=where)
-        texts.append(part["text"])
-    return "".join(texts)
+    try:
+        return text_of_parts(parts, kinds, where)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=where) from None
 
 
 class ChatReader:

@@ -1,0 +1,55 @@
+"""Messages of a chat as templates expect them: text in one piece, the arguments of a tool's call as an object.
+
+Pure functions, for the gateway and for the library: both read the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.core.errors import RequestError
+
+_TEXT_KINDS = ("text",)
+
+
+def for_template(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A copy of a message with its content and its calls in that form. Raises RequestError that names the part.
+
+    A part of the content without a type is a text.
+    """
+    read = dict(message)
+    content = read.get("content")
+    if content is not None and not isinstance(content, str):
+        parts = content if isinstance(content, Sequence) else [content]
+        typed = [{"type": "text", **part} if isinstance(part, Mapping) else part for part in parts]
+        read["content"] = text_of_parts(typed, _TEXT_KINDS, f"{where}.content")
+    if isinstance(calls := read.get("tool_calls"), Sequence):
+        read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    return read
+
+
+def text_of_parts(parts: str | Sequence[Any], kinds: Sequence[str], where: str) -> str:
+    """The text of a content: itself, or that of its parts. Raises RequestError for a part that is of none of kinds."""
+    if isinstance(parts, str):
+        return parts
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind not in kinds or not isinstance(part.get("text"), str):
+            accepted = f"accepted: parts of type {', '.join(kinds)} with a text; this is a text model"
+            raise RequestError(f"{where}[{number}]", f"got type {str(kind)[:64]!r}, {accepted}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _read_call(call: Any, where: str) -> Any:
+    """A call whose arguments are an object, also where they are JSON as OpenAI's API has them."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+    except (ValueError, RecursionError):
+        raise RequestError(f"{where}.function.arguments", "is not JSON") from None
