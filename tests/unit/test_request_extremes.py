@@ -128,6 +128,29 @@ def test_in_process_too_a_wrong_type_is_a_request_error(name: str) -> None:
             SamplingParams(**{name: value})
 
 
+LISTS = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "reference_ids")
+LISTS += ("stop_words_ids", "bad_words_ids", "logit_bias", "embedding_bias")
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_in_process_too_a_list_of_another_type_is_a_request_error(name: str) -> None:
+    of_no_list = (5, True, 1.5, b"x", [None], ["\ud800"], [[]], [b"x"], [object()], {"a": 1}, [("a", 1)], iter(["a"]))
+    for value in of_no_list:
+        with pytest.raises(RequestError, match=f"^{name}: (got|not valid UTF-8)"):
+            SamplingParams(**{name: value})
+    if name in ("stop", "bad_words"):
+        for value in ([5], ["a", 5], [["a"]], (True,)):
+            with pytest.raises(RequestError, match=rf"^{name}: got .*, accepted: a string or a list of strings"):
+                SamplingParams(**{name: value})
+
+
+def test_in_process_lists_may_be_of_several_types() -> None:
+    for value in ([5], (5,), {5}, range(5, 6)):
+        assert list(SamplingParams(stop_token_ids=value).stop_token_ids) == [5]
+    assert SamplingParams(stop="a").stop == ("a",) and SamplingParams(stop=None).stop == ()
+    assert SamplingParams(logit_bias={5: 1.0}) == SamplingParams(logit_bias=((5, 1.0),))
+
+
 def test_top_k_past_int32_is_refused_with_the_limit() -> None:
     for value in (2**31, 2**40):
         with pytest.raises(RequestError, match=r"^top_k: got \d+, accepted: an integer from 1 to 2147483647, or 0"):

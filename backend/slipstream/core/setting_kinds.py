@@ -8,7 +8,7 @@ and fp32, seeds 64 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -105,6 +105,8 @@ class Text:
         return text
 
     def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise refuse(name, value, self.accepted)
         if self.max_bytes is not None and (num_bytes := len(value.encode("utf-8"))) > self.max_bytes:
             raise RequestError(name, f"got {num_bytes} bytes, accepted: at most {self.max_bytes}")
 
@@ -148,8 +150,10 @@ class Texts:
         return texts
 
     def check(self, name: str, value: Any) -> None:
-        if not (self.has_empty or all(value)):
+        if not (_is_list(value) and _are_kind(value, str) and (self.has_empty or all(value))):
             raise refuse(name, value, self.accepted)
+        for text in value:
+            values.check_text(name, text)
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class TokenIds:
         return token_ids
 
     def check(self, name: str, value: Any) -> None:
-        is_short = self.is_text or len(value) <= self.max_entries
+        is_short = _is_list(value) and (self.is_text or len(value) <= self.max_entries)
         if not (is_short and (_are_token_ids(value) if value else self.is_empty_accepted)):
             raise refuse(name, value, self.accepted)
 
@@ -194,7 +198,7 @@ class WordsIds:
         return words
 
     def check(self, name: str, value: Any) -> None:
-        if not all(word and _are_token_ids(word) for word in value):
+        if not (_is_list(value) and all(_is_list(word) and word and _are_token_ids(word) for word in value)):
             raise refuse(name, value, self.accepted)
 
     def token_ids(self, value: tuple[tuple[int, ...], ...]) -> Collection[int]:
@@ -218,6 +222,8 @@ class TokenBiases:
         return pairs
 
     def check(self, name: str, value: Any) -> None:
+        if not (_is_list(value) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in value)):
+            raise refuse(name, value, self.accepted)
         token_ids, biases = [token_id for token_id, _ in value], [bias for _, bias in value]
         if not (_are_token_ids(token_ids) and _are_numbers(biases, self.limit)):
             raise refuse(name, value, self.accepted)
@@ -242,7 +248,7 @@ class Biases:
         return biases
 
     def check(self, name: str, value: Any) -> None:
-        if not _are_numbers(value, self.limit):
+        if not (_is_list(value) and _are_numbers(value, self.limit)):
             raise refuse(name, value, self.accepted)
 
 
@@ -292,6 +298,11 @@ class Processors:
 
 def _is(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> bool:
+    """An iterator is none, as a check would leave nothing of it."""
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def _are_kind(entries: Any, kind: type) -> bool:
