@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
+import urllib.error
+import urllib.request
 
 import openai
 import pytest
 from gateway import GatewayProcess
+from patience import PATIENCE_S
 
 anthropic = pytest.importorskip("anthropic")
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 CALLS = ["Let me see.", '<tool_call>{"name": "f", "argum', 'ents": {"a": 1}}</tool_call>']
+MESSAGES = "/v1/messages"
 ASKED = {"model": "hermes", "max_tokens": 50}
 
 
@@ -88,6 +93,48 @@ def test_faults(scripted: anthropic.Anthropic, fake_gateway: GatewayProcess) -> 
         scripted.messages.create(**{**ASKED, "model": "no"}, messages=user())
     with pytest.raises(anthropic.APIStatusError, match="it broke"):
         list(scripted.messages.create(**ASKED, messages=user(pieces=["a"], fail=["", "it broke"]), stream=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "kind"),
+    [
+        (MESSAGES, {**ASKED, "model": "no", "messages": user()}, "sk-right", 404, "not_found_error"),
+        (MESSAGES, {**ASKED, "messages": []}, "sk-right", 400, "invalid_request_error"),
+        (MESSAGES, {**ASKED, "messages": user(), "top_p": 3}, "sk-right", 400, "invalid_request_error"),
+        (MESSAGES, {**ASKED, "messages": user()}, "sk-wrong", 401, "authentication_error"),
+        (MESSAGES, {**ASKED, "messages": "\ud800"}, "sk-right", 400, "invalid_request_error"),
+        (f"{MESSAGES}/count_tokens", {"model": "hermes"}, "sk-right", 400, "invalid_request_error"),
+        (f"{MESSAGES}/batches", {}, "sk-right", 404, "not_found_error"),
+        ("/v1/completions", {"model": "hermes"}, "sk-right", 400, None),
+    ],
+)
+def test_errors_have_the_form_of_their_api(
+    fake_gateway: GatewayProcess, path: str, body: dict, key: str, status: int, kind: str | None
+) -> None:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(fake_gateway.url + path, json.dumps(body).encode(), headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    told = json.load(refused.value)
+    assert refused.value.code == status and told["error"]["message"]
+    assert told.get("type") == (kind and "error")
+    assert told["error"]["type"] == (kind or "invalid_request_error")
+
+
+def test_an_error_of_a_connection_has_it_too(fake_gateway: GatewayProcess) -> None:
+    head = f"POST {MESSAGES}?beta=true HTTP/1.1\r\nhost: localhost\r\n" + "a: b\r\n" * 2000
+    with socket.create_connection(("127.0.0.1", fake_gateway.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head.encode())
+        answer = connection.recv(4096)
+    assert b" 431 " in answer
+    told = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_an_error_in_a_stream_is_of_anthropics_types(scripted: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.APIStatusError) as failed:
+        list(scripted.messages.create(**ASKED, messages=user(pieces=["a"], fail=["", "it broke"]), stream=True))
+    assert failed.value.body["type"] == "error" and failed.value.body["error"]["type"] == "api_error"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from slipstream.server.schemas import (
     DetokenizeRequest,
     EmbeddingRequest,
     ErrorBody,
+    MessagesErrorBody,
     NamedRequest,
     RerankRequest,
     ScoreRequest,
@@ -63,6 +64,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 421, 429, 500, 503, 504)
 }
 _STREAMED = {**_ERRORS, 200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+_MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessagesErrorBody} for status in _ERRORS}
 _TICK_S = 0.25
 _TOLD_PATH_CHARS = 200
 _UNREADABLE = "The request body cannot be read as JSON: it is not UTF-8, nested too deeply or has an endless number"
@@ -193,12 +195,12 @@ def _add_other_apis(app: FastAPI) -> None:
     async def delete_response(response_id: str, request: Request) -> Response:
         return await delete(request.app.state.gateway, response_id, request)
 
-    @app.post("/v1/messages", responses=_STREAMED)
+    @app.post("/v1/messages", responses={**_STREAMED, **_MESSAGES_ERRORS})
     async def messages(body: MessagesRequest, request: Request) -> Response:
         _note(body, request)
         return await send(request.app.state.gateway, body, request)
 
-    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS)
     async def message_tokens(body: CountTokensRequest, request: Request) -> Response:
         _note(body, request)
         return await count_tokens(request.app.state.gateway, body, request.state.lease.owner)
@@ -366,22 +368,24 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refuse(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
             request.state.record.fail(error.message)
-            return JSONResponse(error.body(), error.status_code, headers=error.headers)
+            return JSONResponse(error.body(request.scope["path"]), error.status_code, headers=error.headers)
         told = _told_of(request, error)
-        body = error_body(error.status_code, told, _CODES.get(error.status_code))
+        body = error_body(request.scope["path"], error.status_code, told, _CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
         message, param = explain(error.errors())
         request.state.record.fail(message)
-        return JSONResponse(error_body(400, message, "invalid_value", param), 400)
+        return JSONResponse(error_body(request.scope["path"], 400, message, "invalid_value", param), 400)
 
     @app.exception_handler(UnicodeEncodeError)
     async def refuse_text(request: Request, error: UnicodeEncodeError) -> Response:
-        return JSONResponse(error_body(400, "The request has text that is not valid Unicode (half a surrogate)"), 400)
+        told = "The request has text that is not valid Unicode (half a surrogate)"
+        return JSONResponse(error_body(request.scope["path"], 400, told), 400)
 
     @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> Response:
         request.state.record.fail("the gateway failed")
-        return JSONResponse(error_body(500, "The gateway failed; its log says why", "internal_error"), 500)
+        told = "The gateway failed; its log says why"
+        return JSONResponse(error_body(request.scope["path"], 500, told, "internal_error"), 500)

@@ -63,6 +63,8 @@ def _until_the_end(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
 
 
 class BoundedConnection(HttpToolsProtocol):
+    url = b""  # until a request begins
+
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._limits, self._metrics, self._pool = config.options, config.metrics, config.pool
@@ -301,13 +303,17 @@ class BoundedConnection(HttpToolsProtocol):
         self._metrics.count_refusal(reason)
         self._expect_nothing()
         if self._may_answer():
-            body = json.dumps(error_body(status, message, code)).encode()
+            body = json.dumps(error_body(self._path(), status, message, code)).encode()
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\nconnection: close\r\n"
             if status == 503:
                 head += f"retry-after: {RETRY_AFTER_S}\r\n"
             self.transport.write(head.encode() + b"\r\n" + body)
         self.transport.close()
+
+    def _path(self) -> str:
+        """Of the latest request, as far as it was read."""
+        return self.url.partition(b"?")[0].decode("latin-1")
 
     def _may_answer(self) -> bool:
         """Whether no earlier answer is outstanding and this request has none yet."""

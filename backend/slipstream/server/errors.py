@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, and their status.
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, and their status; as
+Anthropic's do, {"type": "error", "error": {...}} with its types, from the paths of its API.
 
 One table maps Triton's codes on HTTP's. No state; any thread.
 """
@@ -25,6 +26,17 @@ _STATUS: dict[type[SlipstreamError], grpc.StatusCode] = {
     CapacityError: grpc.StatusCode.UNAVAILABLE,
     EngineError: grpc.StatusCode.INTERNAL,
 }
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}  # Anthropic's
 _FULL = re.compile(r"max_waiting_requests=")
 _TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
 
@@ -45,19 +57,25 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers or None)
         self.message, self.code, self.param = message, code, param
 
-    def body(self) -> dict[str, Any]:
-        return error_body(self.status_code, self.message, self.code, self.param)
+    def body(self, path: str) -> dict[str, Any]:
+        return error_body(path, self.status_code, self.message, self.code, self.param)
 
 
-def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """The JSON of an error; `type` follows from the status."""
+def error_body(
+    path: str, status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error of a request to this path; `type` follows from the status."""
+    told = {"message": message, "param": param, "code": code}
+    if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
+        kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, **told}}
     if status == 429:
         kind = "rate_limit_error"
     elif status == 401:
         kind = "authentication_error"
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {**told, "type": kind}}
 
 
 def model_not_found(name: str, known: list[str]) -> ApiError:

@@ -202,7 +202,7 @@ class _Answer:
         if self._record.status:
             raise error
         self._record.fail(error.message)
-        body = json.dumps(error.body()).encode()
+        body = json.dumps(error.body(self._record.path)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
         if error.status_code in (413, 503):

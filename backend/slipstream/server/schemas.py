@@ -343,3 +343,9 @@ class ErrorBody(BaseModel):
     """Every status from 400 on."""
 
     error: ErrorDetail
+
+
+class MessagesErrorBody(ErrorBody):
+    """As Anthropic's API has it, whose types of errors these are."""
+
+    type: Literal["error"]

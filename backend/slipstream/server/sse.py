@@ -84,14 +84,14 @@ class EventStream(HttpResponse):
             await _body(send, await self._last() + self._form.done, more=False)
         except ApiError as error:
             record.fail(error.message)
-            await _body(send, self._form.failed(error.body()), more=False)
+            await _body(send, self._form.failed(error.body(scope["path"])), more=False)
         except asyncio.CancelledError:
             if not self._streams[0][0].is_cancelled:
                 raise  # the server is stopping
         except Exception:
             logger.exception("an answer failed in mid-stream")
             record.fail("the gateway failed")
-            failed = self._form.failed(error_body(500, "the gateway failed", "internal_error"))
+            failed = self._form.failed(error_body(scope["path"], 500, "the gateway failed", "internal_error"))
             await _body(send, failed, more=False)
         finally:
             watcher.cancel()

@@ -15,7 +15,7 @@ from slipstream.server.tools.select import ToolUse
 
 _STOP_REASONS = {"length": "max_tokens", "content_filter": "refusal", "stop": "end_turn"}
 _THINKING = {"type": "thinking", "thinking": "", "signature": ""}  # nobody signs it: requests may leave it out
-FORM = StreamForm(b"", lambda body: named_event({"type": "error", **body}))
+FORM = StreamForm(b"", named_event)
 
 
 class MessageWriter:
