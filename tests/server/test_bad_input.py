@@ -206,6 +206,39 @@ def test_a_compressed_body_is_named(gateway: GatewayProcess) -> None:
     assert status == 415 and "content-encoding: got 'gzip', accepted" in answer["error"]["message"]
 
 
+CHUNKED_BODY = b"2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"transfer-encoding: chunked", 400),  # taken: the body lacks the model
+        (b"transfer-encoding: Chunked ", 400),
+        (b"transfer-encoding: gzip, chunked", 501),
+        (b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", 501),
+        (b"transfer-encoding: identity, chunked", 501),
+        (b"transfer-encoding: chunked, chunked", 400),
+        (b"transfer-encoding: chunked\r\ntransfer-encoding: chunked", 400),
+        (b"transfer-encoding: xchunked", 501),
+        (b"transfer-encoding: gzip", 501),
+        (b"transfer-encoding: chunked, gzip", 400),  # no chunks at its end, so no end: RFC 9112, 6.3
+        (b"transfer-encoding: chunked\r\ncontent-length: 2", 400),
+    ],
+)
+def test_transfer_codings_but_chunked_are_refused(gateway: GatewayProcess, lines: bytes, status: int) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"connection: close\r\ncontent-type: application/json\r\n"
+    is_taken = lines.lower().strip() == b"transfer-encoding: chunked"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head + lines + b"\r\n\r\n" + CHUNKED_BODY)
+        with connection.makefile("rb") as reader:
+            answer = reader.read()
+    assert int(answer.split()[1]) == status, answer
+    assert (b'"param":"model"' in answer) == is_taken, answer
+    if status == 501:
+        assert b"accepted: chunked" in answer
+
+
 def test_http_that_is_none(gateway: GatewayProcess) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"\x16\x03\x01\x00\xf0 hello\r\n\r\n")

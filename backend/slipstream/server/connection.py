@@ -156,6 +156,10 @@ class BoundedConnection(HttpToolsProtocol):
             return
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             return self._refuse(503, "too many requests without waiting for an answer", "max_pipelined_requests")
+        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if codings.strip().lower() not in (b"", b"chunked"):
+            told = f"transfer-encoding: got {codings.decode('latin-1')[:64]!r}, accepted: chunked"
+            return self._refuse(501, told, "malformed")
         self._has_progress, self._is_in_head, self._is_in_request = True, False, True
         self._unanswered.append(self._num_header_bytes)
         self._expect(self._limits.body_timeout_s, "its body", "body_timeout_s")

@@ -32,7 +32,7 @@ REASONS = (  # the limit of docs/security.md or of a key, by its name, that a re
     "max_num_seqs",
     "requests_per_minute",
     "tokens_per_minute",
-    "malformed",  # no HTTP
+    "malformed",  # no HTTP, or a transfer coding other than chunked
     "allowed_host",
     "api_key",  # none, or a wrong one
     "model",  # it is away or full: what Triton said, or that Triton is not there
