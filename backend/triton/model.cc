@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "json_splice.h"
+#include "numerals.h"
 #include "request.h"
 #include "status.h"
 
@@ -63,18 +64,26 @@ std::optional<std::string> parameter(const std::string& config, std::string_view
   return json_string(*given);
 }
 
-// The parameters that this side acts upon; the engine has the defaults in core/config.py and refuses a bad value.
+// A number among them, refused in the words of the engine.
+template <typename Number>
+Number number_parameter(const std::string& config, const char* name, Number by_default, const char* accepted) {
+  const auto given = parameter(config, name);
+  if (!given) return by_default;
+  if (const auto number = read_number<Number>(*given)) return *number;
+  throw BackendError(
+      TRITONSERVER_ERROR_INVALID_ARG, std::string(name) + "='" + *given + "': accepted: " + accepted);
+}
+
+// The parameters that this side acts upon; the engine has the defaults in core/config.py and their bounds.
 std::chrono::milliseconds drain_timeout(const std::string& config) {
   constexpr double kDefaultSeconds = 60.0, kMostSeconds = 1e6;
-  const auto given = parameter(config, "drain_timeout_s");
-  const double seconds = given ? std::strtod(given->c_str(), nullptr) : kDefaultSeconds;
+  const double seconds = number_parameter(config, "drain_timeout_s", kDefaultSeconds, "a number >= 0");
   return std::chrono::milliseconds(seconds > 0 ? static_cast<int64_t>(std::min(seconds, kMostSeconds) * 1e3) : 0);
 }
 
 size_t load_slack(const std::string& config) {
   constexpr long kDefaultSlack = 4;
-  const auto given = parameter(config, "replica_load_slack");
-  const long slack = given ? std::strtol(given->c_str(), nullptr, 10) : kDefaultSlack;
+  const long slack = number_parameter(config, "replica_load_slack", kDefaultSlack, "an integer from 0 to 1000000");
   return static_cast<size_t>(std::max(slack, 0L));
 }
 

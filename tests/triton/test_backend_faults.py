@@ -136,6 +136,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         add_model(folder, fault, {"load": fault})
     add_model(folder, "many", {}, "instance_group { count: 65 kind: KIND_CPU }\n")
     add_model(folder, "juggle", {"task": "juggle"})
+    add_model(folder, "patient", {"drain_timeout_s": "1_0"})
+    add_model(folder, "slack", {"replica_load_slack": "4x"})
     add_model(folder, "llm", {"step_ms": "5", "fail_file": str(folder / "fails")})
     (folder / "ensemble" / "1").mkdir(parents=True)
     (folder / "ensemble" / "config.pbtxt").write_text(
@@ -164,6 +166,8 @@ def explicit(fake_backend_dir: Path, repository: Path) -> Iterator[TritonServer]
         ("garbage", "unknown frame type 99"),
         ("many", "instance_group: got a count of 65, accepted: at most 64 engines in all"),
         ("juggle", "unknown task 'juggle'"),
+        ("patient", "drain_timeout_s='1_0': accepted: a number >= 0"),
+        ("slack", "replica_load_slack='4x': accepted: an integer from 0 to 1000000"),
     ],
 )
 def test_the_load_fails_with_the_reason(explicit: TritonServer, model: str, text: str) -> None:

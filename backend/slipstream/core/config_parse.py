@@ -18,6 +18,7 @@ from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, Sp
 from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
 from slipstream.core.errors import ConfigError
+from slipstream.core.numerals import read_decimal, read_whole
 from slipstream.core.parameter import Parameter
 from slipstream.core.replicas import read_replica
 from slipstream.core.wire_messages import Config as WireConfig
@@ -159,7 +160,7 @@ def _typed(parameter: Parameter, name: str, value: object, default: object) -> A
     if isinstance(default, bool) or default is None:
         typed = _boolean(name, value)
     elif isinstance(default, int | float):
-        typed = _number(name, value, type(default))
+        typed = _number(name, value, type(default), parameter.limits)
     else:
         word = str(value).strip()
         if word in parameter.foreign:
@@ -181,15 +182,15 @@ def _boolean(name: str, value: object) -> bool:
     return word in _TRUE
 
 
-def _number(name: str, value: object, kind: type) -> Any:
+def _number(name: str, value: object, kind: type, limits: str = "") -> Any:
     try:
-        if not isinstance(value, bool):
-            number = kind(value if not isinstance(value, str) else value.strip())
-            if isinstance(value, str) or number == value:
-                return number
+        if isinstance(value, str):
+            return read_whole(value) if kind is int else read_decimal(value)
+        if not isinstance(value, bool) and (number := kind(value)) == value:
+            return number
     except (TypeError, ValueError):
         pass
-    raise ConfigError(name, value, f"accepted: {'an integer' if kind is int else 'a number'}")
+    raise ConfigError(name, value, f"accepted: {limits or ('an integer' if kind is int else 'a number')}")
 
 
 # ---------------------------------------------------------------- fields and paths

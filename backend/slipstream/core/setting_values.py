@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.core.errors import RequestError
+from slipstream.core.numerals import read_decimal, read_whole
 
 MAX_INT32 = 2**31 - 1  # what a TYPE_INT32 tensor holds, and the kernels' parameters
 MAX_ENTRIES, MAX_ENTRIES_CHARS = 1024, 16384  # of a list of words, ids or biases: 20 ms to make an automaton of
@@ -44,7 +45,7 @@ def read_bool(name: str, value: object, accepted: str = "true or false") -> bool
 def read_int(name: str, value: object, accepted: str = "an integer") -> int:
     try:
         if isinstance(value, str):
-            return int(value)
+            return read_whole(value)
         if isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value:
             return int(value)
     except (ValueError, OverflowError):
@@ -54,7 +55,9 @@ def read_int(name: str, value: object, accepted: str = "an integer") -> int:
 
 def read_float(name: str, value: object, accepted: str = "a number") -> float:
     try:
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
+        if isinstance(value, str):
+            return read_decimal(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
     except (ValueError, OverflowError):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.numerals import read_decimal, read_whole
 
 # Triton's own keys for the Python backend, which it adds to the model's parameters
 _OF_TRITON = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "TRITON_BATCH_STRATEGY_PATH"}
@@ -45,7 +46,7 @@ class Parameters:
         value = self.text(name, str(default))
         accepted = f"accepted: a whole number from {lowest} to {highest}"
         try:
-            number = int(value)
+            number = read_whole(value)
         except ValueError:
             raise ConfigError(name, value, accepted) from None
         if not lowest <= number <= highest:
@@ -56,10 +57,10 @@ class Parameters:
         value = self.text(name, str(default))
         accepted = f"accepted: a number from {lowest:g} to {highest:g}"
         try:
-            number = float(value)
+            number = read_decimal(value)
         except ValueError:
             raise ConfigError(name, value, accepted) from None
-        if not lowest <= number <= highest:  # also false for nan
+        if not lowest <= number <= highest:
             raise ConfigError(name, value, accepted)
         return number
 

@@ -18,6 +18,7 @@ from slipstream.core.config import CacheConfig, ServingConfig
 from slipstream.core.control import LIST_LORA
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import read_generation_config
+from slipstream.core.numerals import read_whole
 from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.control import tell
 from slipstream.server.errors import ApiError, model_not_found
@@ -82,14 +83,13 @@ class Model:
     @property
     def default_max_tokens(self) -> int:
         """Tokens of a request that names no `max_tokens`."""
-        named = self.settings.get(_DEFAULT_MAX_TOKENS, "")
-        return int(named) if named.isdecimal() else self.max_new_tokens or ServingConfig().default_max_tokens
+        named = _number_in(self.settings, _DEFAULT_MAX_TOKENS)
+        return named or self.max_new_tokens or ServingConfig().default_max_tokens
 
     @property
     def block_size(self) -> int:
         """Tokens of a block of its KV cache."""
-        named = next((value for name in _BLOCK_SIZES if (value := self.settings.get(name, ""))), "")
-        return int(named) if named.isdecimal() else CacheConfig().block_size
+        return next(filter(None, (_number_in(self.settings, name) for name in _BLOCK_SIZES)), CacheConfig().block_size)
 
     @property
     def may_sleep(self) -> bool:
@@ -308,6 +308,14 @@ def _hub_folder(repository_id: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def _number_in(settings: dict[str, str], name: str) -> int:
+    """A parameter of config.pbtxt as the engine reads it; 0 for none, or one that the engine refuses to load with."""
+    try:
+        return read_whole(settings.get(name, ""))
+    except ValueError:
+        return 0
+
+
 def _max_new_tokens(settings: dict[str, str], checkpoint: Path) -> int:
     if settings.get(_DEFAULT_MAX_TOKENS) or settings.get("generation_config") == "none":
         return 0
@@ -319,8 +327,8 @@ def _max_new_tokens(settings: dict[str, str], checkpoint: Path) -> int:
 
 def _max_model_len(settings: dict[str, str], folder: Path) -> int:
     for name in _LENGTHS:
-        if settings.get(name, "").isdecimal() and int(settings[name]):
-            return int(settings[name])
+        if length := _number_in(settings, name):
+            return length
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         return int(config.get("max_position_embeddings", 0))

@@ -1,0 +1,33 @@
+"""Numbers that are written as text, in parameters and requests: one grammar, which backend/triton/numerals.h shares.
+
+Python's own int() and float() take more: 1_0 for 10, digits of other scripts, inf and nan. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SPACE = " \t\n\r\v\f"
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def read_whole(text: str) -> int:
+    """ASCII digits with an optional sign, and space around them. Raises ValueError."""
+    return int(_matched(_WHOLE, text))
+
+
+def read_decimal(text: str) -> float:
+    """A finite decimal number, with an exponent or without, and space around it. Raises ValueError."""
+    number = float(_matched(_DECIMAL, text))
+    if math.isinf(number):
+        raise ValueError(text)
+    return number
+
+
+def _matched(grammar: re.Pattern[str], text: str) -> str:
+    bare = text.strip(_SPACE)
+    if grammar.fullmatch(bare) is None:
+        raise ValueError(text)
+    return bare
