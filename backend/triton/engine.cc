@@ -19,21 +19,6 @@ std::string in_seconds(std::chrono::milliseconds time) {
   return text;
 }
 
-std::string name_of(const EngineSetup& setup) {
-  const std::string which = setup.num_replicas > 1 ? "replica " + std::to_string(setup.replica) : "the engine";
-  return which + " of model '" + setup.model_name + "'";
-}
-
-std::string log_prefix_of(const EngineSetup& setup) {
-  return setup.model_name + (setup.num_replicas > 1 ? "[" + std::to_string(setup.replica) + "]: " : ": ");
-}
-
-Labels labels_of(const EngineSetup& setup) {
-  Labels labels{{"model", setup.model_name}, {"version", std::to_string(setup.model_version)}};
-  if (setup.num_replicas > 1) labels.emplace_back("replica", std::to_string(setup.replica));
-  return labels;
-}
-
 }  // namespace
 
 // The engine is gone.  what() is for the log and for whoever loads the model, for_clients for everybody else.
@@ -48,18 +33,29 @@ class EngineEnded : public BackendError {
 
 Engine::Engine(EngineSetup setup, Services& services)
     : setup_(std::move(setup)),
-      name_(name_of(setup_)),
+      name_(setup_.name()),
       services_(services),
       exit_(std::make_shared<ServerExit>(setup_.server)),
-      metrics_(std::make_shared<ModelMetrics>(services.metrics, labels_of(setup_), reports_)),
+      metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.labels(), reports_)),
       live_(services.pacer),
       held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
   metrics_->engine_is_down();
   warn_of_short_exit();
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
-  supervisor_ = named_thread("slip-supervisor", [this] { supervise(); });
-  watcher_ = named_thread("slip-watcher", [this] { watch_cancellations(); });
+  start_threads();
   services_.engines.add(this);
+}
+
+// Both, or none and the load fails.
+void Engine::start_threads() {
+  try {
+    watcher_ = named_thread("slip-watcher", [this] { watch_cancellations(); });
+    supervisor_ = named_thread("slip-supervisor", [this] { supervise(); });
+  } catch (const std::system_error&) {
+    live_.stop_watching();
+    if (watcher_.joinable()) watcher_.join();
+    throw;
+  }
 }
 
 Engine::~Engine() {
@@ -165,7 +161,7 @@ void Engine::supervise() {
 void Engine::run_engine() {
   auto listener = std::make_unique<EngineListener>();
   EngineProcess process(
-      {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, log_prefix_of(setup_));
+      {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.log_prefix());
   const int fd = listener->accept_engine([&] {
     throw_if_exiting();
     return !stop_ && !process.has_exited();

@@ -18,6 +18,7 @@
 #include "api.h"
 #include "engine_directory.h"
 #include "engine_process.h"
+#include "engine_setup.h"
 #include "engine_socket.h"
 #include "held_model.h"
 #include "live_requests.h"
@@ -37,21 +38,6 @@ struct Services {
   ModelReloader reloader;
   EngineDirectory engines;
   ExitGuard exit_guard;  // asks the engines
-};
-
-struct EngineSetup {
-  std::string launcher;  // executable that takes --socket and --token
-  std::string model_name;
-  uint64_t model_version;
-  std::string model_dir;
-  std::string config_json;
-  GivenConfig given;  // what config_json was completed from
-  bool has_sent_files = false;  // they came with the load request: the server deletes them when it unloads the model
-  std::chrono::milliseconds drain_timeout;  // what running requests have when the model or the server ends
-  TRITONSERVER_Server* server;
-  int replica = 0, num_replicas = 1;    // this one's number, and how many engines the model has
-  const void* siblings = nullptr;       // the same for the engines of one load of a model, and for no other
-  std::function<void()> on_empty_cache;  // called whenever its prefix cache has been emptied
 };
 
 class Engine {
@@ -101,6 +87,7 @@ class Engine {
   using Clock = std::chrono::steady_clock;
   enum class State { kStarting, kUp, kDown, kFailed };
 
+  void start_threads();
   void supervise();
   void run_engine();
   void serve(EngineProcess& process, EngineLink& link);
@@ -138,7 +125,7 @@ class Engine {
   void send_cancel(uint64_t handle);
 
   const EngineSetup setup_;
-  const std::string name_;  // for messages: engine of model 'llm', or replica 1 of model 'llm'
+  const std::string name_;
   Services& services_;
   const std::shared_ptr<ServerExit> exit_;  // of the server
   EngineReports reports_;

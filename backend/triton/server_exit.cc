@@ -11,6 +11,8 @@
 #include <optional>
 #include <vector>
 
+#include "status.h"
+
 namespace slipstream {
 namespace {
 
@@ -54,9 +56,9 @@ ExitGuard::~ExitGuard() {
 void ExitGuard::watch(std::shared_ptr<ServerExit> exit, std::function<bool()> is_idle) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (exit_ != nullptr || !is_tritonserver()) return;
+  thread_ = named_thread("slip-exit", [this] { run(); });  // it waits for the lock; without threads nothing is watched
   exit_ = std::move(exit);
   is_idle_ = std::move(is_idle);
-  thread_ = std::thread([this] { run(); });
 }
 
 void ExitGuard::run() {

@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "api.h"
@@ -61,13 +62,18 @@ inline bool log_if_failed(TRITONSERVER_Error* error, const char* what) {
   return false;
 }
 
-// The name, of at most 15 characters, is what `top -H` and /proc show, among the server's many threads.
+// The name, of at most 15 characters, is what `top -H` and /proc show, among the server's many threads.  Throws
+// std::system_error when the system has no more threads.
 template <typename Body>
 std::thread named_thread(const char* name, Body body) {
-  return std::thread([name, body] {
-    prctl(PR_SET_NAME, name);
-    body();
-  });
+  try {
+    return std::thread([name, body] {
+      prctl(PR_SET_NAME, name);
+      body();
+    });
+  } catch (const std::system_error& error) {
+    throw std::system_error(error.code(), "no thread can be started");
+  }
 }
 
 // Run an entry point's body; no exception may cross into Triton.
