@@ -39,7 +39,6 @@ Engine::Engine(EngineSetup setup, Services& services)
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.labels(), reports_)),
       live_(services.pacer),
       held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
-  metrics_->engine_is_down();
   warn_of_short_exit();
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
   start_threads();
@@ -364,7 +363,7 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
     state_ = was_ever_up_ ? State::kDown : State::kFailed;
   }
   current_link_ = nullptr;
-  show_down();
+  metrics_->engine_is_down();
   changed_.notify_all();
   if (!was_ever_up_) return;  // the load fails and says why
   if (!is_superseded()) metrics_->engine_restarts();

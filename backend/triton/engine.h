@@ -100,13 +100,10 @@ class Engine {
       state_ = State::kDown;
       end_for_clients_ = "has ended";
     }
-    show_down();
+    metrics_->engine_is_down();
   }
-  // Whether its model ends, or another engine serves in its place, which has its metrics as well.
+  // Whether its model ends, or another engine serves in its place.
   bool is_superseded() { return stop_ || services_.engines.has_successor(this); }
-  void show_down() {
-    if (!is_superseded()) metrics_->engine_is_down();
-  }
   bool keep_house();
   bool is_given_up();
   void give_up(EngineProcess& process, bool is_connected);

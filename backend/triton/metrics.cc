@@ -83,11 +83,23 @@ Metric::~Metric() {
   if (metric_ != nullptr) log_if_failed(TRITONSERVER_MetricDelete(metric_), "cannot delete a metric");
 }
 
-void Metric::record(double value) {
+void Metric::take(const void* engine) {
+  if (kind_ != MetricKind::kGauge) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    engine_ = engine;
+  }
+  clear(engine);
+}
+
+void Metric::record(double value, const void* engine) {
   if (metric_ == nullptr) return;
   TRITONSERVER_Error* error = nullptr;
   if (kind_ == MetricKind::kCounter) error = TRITONSERVER_MetricIncrement(metric_, value);
-  if (kind_ == MetricKind::kGauge) error = TRITONSERVER_MetricSet(metric_, value);
+  if (kind_ == MetricKind::kGauge) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (engine_ == engine) error = TRITONSERVER_MetricSet(metric_, value);
+  }
   if (kind_ == MetricKind::kHistogram) error = histogram_api().observe(metric_, value);
   if (error != nullptr) TRITONSERVER_ErrorDelete(error);
 }
@@ -141,12 +153,15 @@ ModelMetrics::ModelMetrics(MetricRegistry& registry, Labels labels, EngineReport
       labels_);
 }
 
+void ModelMetrics::engine_is_up() {
+  for (const std::shared_ptr<Metric>& metric : declared_) metric->take(this);
+  up_->take(this);
+  up_->record(1, this);
+}
+
 void ModelMetrics::engine_is_down() {
-  up_->record(0);
   reports_.sleep_level = 0;
-  for (const std::shared_ptr<Metric>& metric : declared_) {
-    if (metric->is_gauge()) metric->record(0);
-  }
+  clear_gauges();
 }
 
 void ModelMetrics::declare(const std::vector<MetricSpec>& specs) {
@@ -172,11 +187,16 @@ void ModelMetrics::record(std::string_view payload) {
     const auto reported = reported_.find(index);
     for (uint32_t values = reader.u32(); values > 0; --values) {
       const double value = reader.f64();
-      declared_[index]->record(value);
+      declared_[index]->record(value, this);
       if (reported != reported_.end()) *reported->second = value;
     }
   }
   reader.finish();
+}
+
+void ModelMetrics::clear_gauges() {
+  up_->record(0, this);
+  for (const std::shared_ptr<Metric>& metric : declared_) metric->clear(this);
 }
 
 }  // namespace slipstream

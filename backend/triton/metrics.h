@@ -26,13 +26,20 @@ class Metric {
   ~Metric();
   Metric(const Metric&) = delete;
 
-  // Counter: add; gauge: set; histogram: observe.
-  void record(double value);
-  bool is_gauge() const { return kind_ == MetricKind::kGauge; }
+  // Counter: add; histogram: observe; gauge: set, if it is of this engine.
+  void record(double value, const void* engine);
+  // A gauge is of the engine that came up last, from 0 on: the one that it replaced may still answer its requests.
+  void take(const void* engine);
+  // A gauge of this engine goes to 0.
+  void clear(const void* engine) {
+    if (kind_ == MetricKind::kGauge) record(0, engine);
+  }
 
  private:
   TRITONSERVER_Metric* const metric_;
   const MetricKind kind_;
+  std::mutex mutex_;               // of a gauge
+  const void* engine_ = nullptr;  // whose value it shows
 };
 
 class MetricRegistry {
@@ -59,17 +66,20 @@ struct EngineReports {
   size_t num_cached_tokens() const { return static_cast<size_t>((kv_blocks + kv_host_blocks) * kv_block_tokens); }
 };
 
-// What one engine reports: its own metrics by their index in READY, and the three that only this side can know.
+// What one engine reports: its own metrics by their index in READY, and the three that only this side can know.  An
+// engine that was loaded in place of another has the same metrics while that one lives: counters and histograms add up.
 class ModelMetrics {
  public:
   // labels: of each of its metrics.  reports: what is kept of its gauges; outlives the calls of `record`.
   ModelMetrics(MetricRegistry& registry, Labels labels, EngineReports& reports);
+  ~ModelMetrics() { clear_gauges(); }
+  ModelMetrics(const ModelMetrics&) = delete;
 
-  void engine_is_up() { up_->record(1); }
+  void engine_is_up();
   // Nothing runs and nothing waits any more: gauges go to 0, counters and histograms stay.
   void engine_is_down();
-  void engine_restarts() { restarts_->record(1); }
-  void engine_is_silent() { silences_->record(1); }
+  void engine_restarts() { restarts_->record(1, this); }
+  void engine_is_silent() { silences_->record(1, this); }
 
   // Metrics declared again by a restarted engine continue.
   void declare(const std::vector<MetricSpec>& specs);
@@ -77,6 +87,8 @@ class ModelMetrics {
   void record(std::string_view payload);
 
  private:
+  void clear_gauges();
+
   MetricRegistry& registry_;
   const Labels labels_;
   EngineReports& reports_;

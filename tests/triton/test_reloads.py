@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,3 +165,38 @@ def test_a_version_serves_on_while_the_engine_of_another_restarts(loaded: Triton
         stream.send("versions", "back", model_version="1")
         stream.wait(num_texts=len(stream.texts) + 1)
     assert loaded.unload("versions")[0] == 200
+
+
+def test_gauges_are_of_the_engine_that_serves(loaded: TritonServer, repository: Path) -> None:
+    flag = repository / "held_is_slow"
+    add_model(repository, "held", {"step_ms": "5", "slow_file": str(flag)})
+    up, running = UP.replace("llm", "held"), 'slipstream_fake_running{model="held",state="running",version="1"}'
+    assert loaded.load("held")[0] == 200
+    with GrpcStream(loaded.grpc_url) as old, GrpcStream(loaded.grpc_url) as new, contextlib.ExitStack() as at_end:
+        at_end.callback(flag.unlink, missing_ok=True)
+        at_end.callback(new.cancel)
+        at_end.callback(old.cancel)
+        for num_tokens in (100_000, 100_000, 1500, 1):
+            old.send("held", {"tokens": num_tokens})
+        old.wait(num_ends=1)
+        loaded.wait_until(lambda: loaded.metrics()[running] == 3, "the gauge of the engine that will be held")
+        assert loaded.unload("held")[0] == 200
+        flag.touch()
+        load = threading.Thread(target=loaded.load, args=("held",), daemon=True)
+        load.start()
+        loaded.wait_until(lambda: loaded.log.count("serving held version 1") == 2, "the load that takes long")
+        samples = loaded.metrics()
+        flag.unlink()
+        assert (samples[up], samples[running]) == (1, 3), "the one that is held serves its requests"
+        load.join()
+        samples = loaded.metrics()
+        assert (samples[up], samples[running]) == (1, 0), "the new one has none"
+        for num_tokens in (100_000, 1):
+            new.send("held", {"tokens": num_tokens})
+        new.wait(num_ends=1)
+        loaded.wait_until(lambda: loaded.metrics()[running] == 1, "its gauge")
+        assert old.num_finals == 1
+        old.wait(num_ends=2)
+        time.sleep(0.2)  # the engine that is held has said that it has 2
+        assert loaded.metrics()[running] == 1
+    assert loaded.unload("held")[0] == 200
