@@ -97,18 +97,16 @@ std::vector<size_t> Replicas::rank(const RoutedRequest& routed) {
   return order;
 }
 
-// A replica that is down is left out: it comes back as config.pbtxt says, awake.
+// The writer has the request's frame, which may hold 64 MiB.  A replica that is down is left out: it comes back as
+// config.pbtxt says, awake.
 void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, bool empties_caches) {
   std::vector<size_t> up;
   for (size_t i = 0; i < engines_.size(); ++i) {
     if (engines_[i]->is_up()) up.push_back(i);
   }
   if (up.empty()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
-  std::vector<std::pair<uint64_t, std::string>> frames;  // made before the first is sent: it may be released afterwards
-  for (size_t i = 0; i < up.size(); ++i) {
-    const uint64_t handle = new_handle();
-    frames.emplace_back(handle, encode_request(writer, handle, open.request));
-  }
+  std::vector<uint64_t> handles;  // made before the first is sent: afterwards nothing may fail
+  for (size_t i = 0; i < up.size(); ++i) handles.push_back(new_handle());
   for (size_t i = 0; i < engines_.size() && empties_caches; ++i) router_.forget(i);
   open.broadcast = std::make_shared<Broadcast>(up.size());
   for (size_t i = 0; i < up.size(); ++i) {
@@ -117,7 +115,7 @@ void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, bool emptie
       refuse(open, open.broadcast->error()->code, open.broadcast->error()->what());
     };
     try {
-      if (!engines_[up[i]]->submit(frames[i].first, open, frames[i].second)) {
+      if (!engines_[up[i]]->submit(handles[i], open, writer.with_handle(handles[i]))) {
         refused(TRITONSERVER_ERROR_UNAVAILABLE, engines_[up[i]]->why_down());
       }
     } catch (const BackendError& error) {

@@ -89,6 +89,11 @@ class FrameWriter {
     std::memcpy(&buffer_[0], &length, sizeof length);
     return buffer_;
   }
+  // The finished REQUEST frame under another handle, its first field.
+  std::string_view with_handle(uint64_t handle) {
+    std::memcpy(&buffer_[kFrameHeaderBytes], &handle, sizeof handle);
+    return buffer_;
+  }
 
  private:
   template <typename Field>
