@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from paged_forward import PagedForward
 from quantized_checkpoints import PROMPT, Tensors, load, logits, rms_error, store
 from safetensors.torch import load_file
@@ -18,6 +20,7 @@ from slipstream.nn.latent_attention import LatentAttention
 from stored_experts import E4M3, Writer, awq, fp8, gptq, linears
 from tiny_checkpoints import make_checkpoint, relative_error
 from tiny_latent_mtp import add_mtp
+from transformers import AutoConfig
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 128,
@@ -189,7 +192,13 @@ def test_weights_quantised_at_load(full: Path, method: str) -> None:
     assert torch.equal(attention.kv_b.matrix, stored["model.layers.1.self_attn.kv_b_proj.weight"])
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3-halves", "glm4-moe-lite"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("deepseek-v2", "deepseek-v2-lite", "deepseek-v2-halves"),
+        *("deepseek-v3-halves", "deepseek-v3-null", "glm4-moe-lite"),
+    ],
+)
 def test_deterministic_mode_is_the_same_model(variant: str, tmp_path: Path) -> None:
     """Whole and in chunks, Hugging Face's logits from absorbed rows alone."""
     checkpoint = make_checkpoint(variant, tmp_path)
@@ -198,6 +207,15 @@ def test_deterministic_mode_is_the_same_model(variant: str, tmp_path: Path) -> N
     for sizes in ([len(PROMPT)], [3, 1]):
         (ours,) = PagedForward(decoder, [PROMPT]).run(sizes)
         assert relative_error(ours, checkpoint.logits(PROMPT)) < 1e-4
+
+
+def test_a_null_is_refused_where_hugging_face_refuses_it(tmp_path: Path) -> None:
+    path = make_checkpoint("glm4-moe-lite", tmp_path).path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_interleave": None}))
+    with pytest.raises(ConfigError, match=r"^config\.json rope_interleave=None: must be true or false"):
+        load(tmp_path)
+    with pytest.raises(StrictDataclassFieldValidationError, match="rope_interleave"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 def test_deterministic_mode_reads_stored_weights(full: Path, tmp_path: Path) -> None:

@@ -90,6 +90,11 @@ class HFConfig:
             raise self.error(key, "must be true or false")
         return value
 
+    def boolean_or_null(self, key: str, default: bool) -> bool:
+        """A boolean of a field that Hugging Face's class lets be null: that is false, unlike in other fields."""
+        name = self.names.get(key, key)
+        return False if name in self.values and self.values[name] is None else self.boolean(key, default)
+
     def string(self, key: str, default: str | _Required = REQUIRED) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):

@@ -33,21 +33,26 @@ def read_v2(config: HFConfig) -> DecoderSpec:
     shared = DenseSpec(hidden_size, size * num_shared, prefix=SHARED) if num_shared else None
     routing = RouterSpec(config.integer("num_experts_per_tok"), rule)
     experts = ExpertsSpec(hidden_size, size, config.integer("n_routed_experts"), routing, shared)
-    return _with_experts(config, V2_NAMES, experts, first_dense=0)
+    spec = latent_spec(config, V2_NAMES, is_interleaved=True)  # whatever the config says, as Hugging Face's class does
+    return _with_experts(config, spec, V2_NAMES, experts, first_dense=0)
 
 
 def read_v3(config: HFConfig) -> DecoderSpec:
     config.choice("scoring_func", ("sigmoid",), "sigmoid")
     config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     defaults = config.with_defaults(n_group=8, topk_group=4, routed_scaling_factor=2.5)
-    return _with_experts(defaults, V3_NAMES, read_experts(defaults, config.integer("hidden_size")), first_dense=3)
+    experts = read_experts(defaults, config.integer("hidden_size"))
+    spec = latent_spec(defaults, V3_NAMES, config.boolean_or_null("rope_interleave", True))
+    return _with_experts(defaults, spec, V3_NAMES, experts, first_dense=3)
 
 
-def _with_experts(config: HFConfig, names: dict, experts: ExpertsSpec, first_dense: int) -> DecoderSpec:
+def _with_experts(
+    config: HFConfig, spec: DecoderSpec, names: dict, experts: ExpertsSpec, first_dense: int
+) -> DecoderSpec:
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.error("moe_layer_freq", "must be 1: every layer behind the dense ones has experts")
     dense = range(config.integer("first_k_dense_replace", first_dense, minimum=0))
-    return with_experts(config, latent_spec(config, names), names, experts, dense, latent_parts(config))
+    return with_experts(config, spec, names, experts, dense, latent_parts(config))
 
 
 FAMILIES.register("DeepseekV2ForCausalLM")(Family(read_v2, V2_NAMES))

@@ -16,7 +16,9 @@ DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
 def read_spec(config: HFConfig) -> DecoderSpec:
     config = config.with_defaults(rms_norm_eps=1e-5, routed_scaling_factor=1.8)
     experts = read_experts(config, config.integer("hidden_size"))
-    spec = latent_spec(config, V3_NAMES)
+    if config.values.get("rope_interleave", True) is None:  # Hugging Face's class takes none either
+        raise config.error("rope_interleave", "must be true or false")
+    spec = latent_spec(config, V3_NAMES, config.boolean("rope_interleave", True))
     kinds = config.strings("mlp_layer_types")
     if kinds and (len(kinds) != spec.num_layers or set(kinds) - {DENSE, SPARSE}):
         raise config.error("mlp_layer_types", f"must be {spec.num_layers} of {DENSE} or {SPARSE}")

@@ -31,9 +31,12 @@ def latent_parts(config: HFConfig) -> tuple[str, ...]:
     return (*queries, "kv_a", "o")
 
 
-def latent_spec(config: HFConfig, names: Names) -> DecoderSpec:
-    """As base_spec, with latent attention. Raises ConfigError for biases, and for a kv_b_proj that is stored in a
-    format of its own or with static scales of its inputs."""
+def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> DecoderSpec:
+    """As base_spec, with latent attention. is_interleaved: neighbours are a pair of a position's rotation.
+
+    Raises ConfigError for biases, and for a kv_b_proj that is stored in a format of its own or with static scales of
+    its inputs.
+    """
     rope_dim, nope_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     if config.boolean("attention_bias", False):
         raise config.error("attention_bias", "must be false: latent attention is served without biases")
@@ -47,7 +50,7 @@ def latent_spec(config: HFConfig, names: Names) -> DecoderSpec:
         q_rank,
         _has_plain_kv_b(config, names, spec),
     )
-    head_dim, is_interleaved = nope_dim + rope_dim, config.boolean("rope_interleave", True)
+    head_dim = nope_dim + rope_dim
     scale = head_dim**-0.5 * _score_factor(config)
 
     def change(own: AttentionSpec) -> AttentionSpec:
