@@ -53,8 +53,8 @@ def test_both_refuse_the_same(arguments: str) -> None:
 
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "text"}, {"type": ["text"], "text": "x"}])
 def test_a_part_that_is_no_text_is_refused_in_the_same_words(part: dict[str, Any]) -> None:
-    turn = {"role": "user", "content": [part]}
-    told = r"\.content\[0\]: got type .*, accepted: parts of type .*text with a text; this is a text model"
+    turn = {"role": "user", "content": [*PARTS, part]}
+    told = r"\.content\[2\]: got type .*, accepted: parts of type .*text with a text; this is a text model"
     with pytest.raises(RequestError, match=rf"^messages\[0\]{told}"):
         read_conversations([turn])
     with pytest.raises(ApiError, match=rf"messages\[0\]{told}") as refused:

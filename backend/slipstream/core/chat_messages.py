@@ -34,14 +34,16 @@ def text_of_parts(parts: str | Sequence[Any], kinds: Sequence[str], where: str) 
     """The text of a content: itself, or that of its parts. Raises RequestError for a part that is of none of kinds."""
     if isinstance(parts, str):
         return parts
-    texts = []
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if not isinstance(part, Mapping) or kind not in kinds or not isinstance(part.get("text"), str):
-            accepted = f"accepted: parts of type {', '.join(kinds)} with a text; this is a text model"
-            raise RequestError(f"{where}[{number}]", f"got type {str(kind)[:64]!r}, {accepted}")
-        texts.append(part["text"])
-    return "".join(texts)
+    return "".join(text_of_part(part, kinds, f"{where}[{number}]") for number, part in enumerate(parts))
+
+
+def text_of_part(part: object, kinds: Sequence[str], where: str) -> str:
+    """The text of one part. Raises RequestError for one that is of none of the kinds."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in kinds and isinstance(text := part.get("text"), str):
+        return text
+    accepted = f"accepted: parts of type {', '.join(kinds)} with a text; this is a text model"
+    raise RequestError(where, f"got type {str(kind)[:64]!r}, {accepted}")
 
 
 def _read_call(call: Any, where: str) -> Any:
