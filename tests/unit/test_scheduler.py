@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from fake_llm import FakeLLM, continuation, make_llm, make_request
+from slipstream.core.block_pool import BlockPool
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import FinishReason, Request, RequestStatus
 
@@ -132,6 +133,31 @@ def test_preemption_takes_the_last_arrived_of_the_lowest_priority_and_keeps_its_
     assert lowest.num_preemptions == preempted.count(lowest)
     for request, token in ((urgent, 1), (normal, 2), (lowest, 3)):
         assert request.output_token_ids == continuation([token] * 8, 12) == llm.emitted[request.sequence_id]
+
+
+def test_requests_that_wait_for_a_long_prefix_cost_the_same_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many clients ask about a document that is being computed: nobody counts again how much of it is there."""
+    limits = {"max_num_batched_tokens": 64, "max_mixed_prefill_tokens": 16}
+    llm, document = make_llm(num_blocks=512, max_model_len=1024, **limits), list(range(800))
+    add(llm, make_request(3, 100))  # beside it a step has room for more prompts than it takes
+    llm.step()
+    requests = [make_request([*document, place]) for place in range(30)]
+    add(llm, *requests)
+    llm.step()
+    num_found, find = [0], BlockPool.find
+
+    def count(pool: BlockPool, block_hash: bytes) -> int | None:
+        num_found[0] += 1
+        return find(pool, block_hash)
+
+    monkeypatch.setattr(BlockPool, "find", count)
+    llm.step()
+    num_found[0] = 0
+    for _ in range(40):
+        llm.step()
+        assert llm.scheduler.num_waiting == len(requests) - 1 and num_found[0] == 0
+    llm.run()
+    assert [request.num_cached_tokens for request in requests] == [0] + [800] * 29
 
 
 def test_a_preempted_request_resumes_from_its_cached_prefix() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -137,9 +138,22 @@ class KVCacheManager:
     def is_prefix_underway(self, request: Request, num_found: int) -> bool:
         """Whether a running request is computing the first block missing here; waiting avoids computing it twice. Not
         if that request comes later in order: it may get no tokens for as long as there are others."""
-        if not self._may_match(request) or num_found >= (request.num_tokens - 1) // self.block_size:
+        most = (request.num_tokens - 1) // self.block_size
+        if not self._may_match(request) or num_found >= most:
             return False
-        other = self._computing.get(request.block_hashes[num_found])
+        hashes = request.block_hashes
+        other = self._computing.get(hashes[num_found])
+        if other is None or other.sort_key > request.sort_key:
+            return False
+        blocks = range(num_found, most)
+        num_shared = bisect_left(blocks, True, key=lambda index: self._computing.get(hashes[index]) is not other)
+        request.awaited_hash = hashes[num_found + num_shared - 1]
+        return True
+
+    def awaits_prefix(self, request: Request) -> bool:
+        """Whether what `is_prefix_underway` has found still holds. One look-up, so that many requests can wait for a
+        long prefix."""
+        other = self._computing.get(request.awaited_hash)
         return other is not None and other.sort_key <= request.sort_key
 
     def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:

@@ -99,6 +99,7 @@ class Request:
     num_slots: int = 0  # tokens that fit into the blocks of every group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
     num_published_blocks: int = 0  # leading blocks that are in the prefix cache
+    awaited_hash: bytes = b""  # of the last block that another request was computing for both, KVCacheManager
     num_sent_blocks: int = -1  # of block_ids, that the worker knows; -1: it does not know the request (any more)
     num_sent_window_blocks: int = 0
     num_new_blocks: int = 0  # allocated over the request's life

@@ -130,8 +130,7 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None, error: str = ""
     ) -> StepOutput | None:
-        """End a request from outside (cancel, stop string, error) and free its blocks. Returns its last output, or None
-        if it has already ended."""
+        """End a request from outside (cancel, stop string, error). Returns its last output, None if it had ended."""
         if request.is_finished:
             return None
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
@@ -244,8 +243,9 @@ class Scheduler:
             if request.sort_key >= before or len(self._running) >= self._max_running:
                 break
             waits = request.is_blocked or (request.adapter is not None and self.adapters.must_wait(request.adapter))
-            prefix = [] if waits else self.cache.find_prefix(request)
-            if waits or self.cache.is_prefix_underway(request, len(prefix)):
+            is_skipped = waits or self.cache.awaits_prefix(request)
+            prefix = [] if is_skipped else self.cache.find_prefix(request)
+            if is_skipped or self.cache.is_prefix_underway(request, len(prefix)):
                 index, num_skipped = index + 1, num_skipped + (not waits)
                 continue
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
