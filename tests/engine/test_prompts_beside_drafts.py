@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, model_worker, run_all
+from engine_driver import GREEDY, make_engine, model_worker, run_all, run_steps
 from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import SpeculationConfig
+from slipstream.core.request import Request
+from slipstream.core.speculation import DraftPlanner
 from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import read_spec
 from slipstream.worker.graph_shapes import PromptShape
+from slipstream.worker.spec_decode.draft_model import NUM_DRAFTS, DraftModelProposer
 from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
@@ -139,3 +142,33 @@ def test_a_model_whose_trees_have_no_graphs_says_so(model: Path) -> None:
     assert backend.graph_refusal(64) is None
     assert "trees of drafts" in (backend.graph_refusal(64, has_trees=True) or "")
     assert "head_dim" in (PagedAttention(spec).graph_refusal(64, has_trees=True) or "")
+
+
+def test_a_draft_model_reads_a_long_prompt_in_steps_that_the_others_can_wait_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"max_num_batched_tokens": 64, "max_mixed_prefill_tokens": 32}
+    engine = make_engine(model, scheduler=limits, speculation=speculation("draft_model", model, tmp_path))
+    sizes: list[int] = []
+    forward = DraftModelProposer._forward
+    monkeypatch.setattr(
+        DraftModelProposer,
+        "_forward",
+        lambda self, batch: (sizes.append(len(batch.token_ids)), forward(self, batch))[1],
+    )
+    params = replace(GREEDY, max_tokens=60)
+    [short] = engine.submit(Request([5, 6, 7], params))
+    run_steps(engine, {}, 4)
+    [long] = engine.submit(Request([place % 400 for place in range(400)], params))
+    per_step, measured = [], []
+    monkeypatch.setattr(DraftPlanner, "measure", lambda self, step: measured.append(len(per_step)))
+    while engine.has_work:
+        sizes.clear()
+        engine.step()
+        per_step.append(sum(sizes))
+    assert max(per_step) <= 32 + 2 * NUM_DRAFTS, per_step
+    is_behind = [place for place, size in enumerate(per_step) if size > 2 * (1 + 2 * NUM_DRAFTS)]
+    assert len(is_behind) >= 400 // 32 and not {place + 1 for place in is_behind[:-1]} & set(measured)
+    plain = run_all(make_engine(model), [short.prompt_token_ids, long.prompt_token_ids], params)
+    assert [short.output_token_ids, long.output_token_ids] == [told.token_ids for told in plain]
+    assert short.num_accepted_tokens > 30 < long.num_accepted_tokens

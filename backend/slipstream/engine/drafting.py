@@ -158,6 +158,8 @@ class Drafting:
 
     def assign(self, step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
         """Store the worker's drafts in the requests."""
+        if result.is_behind:
+            self._decoded_at = 0.0  # the step's time says nothing of those that draft
         by_id = {request.sequence_id: request for request in step.requests}
         for sequence_id in result.lost_ids:
             by_id[sequence_id].speculation = None

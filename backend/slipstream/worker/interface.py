@@ -195,10 +195,12 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
-    """drafts: one entry per budget. lost_ids: sequence ids of requests that can no longer draft."""
+    """drafts: one entry per budget. lost_ids: sequence ids of requests that can no longer draft. is_behind: a drafter
+    has computed tokens of some request that cannot draft yet, which took time."""
 
     drafts: list[DraftTokens]
     lost_ids: list[int] = field(default_factory=list)
+    is_behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)

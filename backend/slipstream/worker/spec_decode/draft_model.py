@@ -56,6 +56,7 @@ class DraftModelProposer:
         self._kv_state = DraftKVState(plan.num_blocks, plan.block_size)
         self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: first position of fed drafts, the drafts
         self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._max_missed_tokens = config.scheduler.max_mixed_prefill_tokens or self._max_tokens
         self._is_sampled = config.speculation.options_of(DraftModelOptions).draft_sampling == "sampled"
         self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_scratch_slots = self.num_drafts
@@ -80,22 +81,11 @@ class DraftModelProposer:
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
-        if not requests:
-            return []
-        arrays = self._catch_up(requests)
-        probs: list[torch.Tensor] = []
-        if self._is_sampled and not all(one.request.params.is_greedy for one in requests):
-            choose = lambda logits, level: self._choose(requests, logits, level, probs)  # noqa: E731
-            tokens = self._chain(self._graphs.tensors(arrays), choose)
-        else:
-            tokens = self._graphs.run(arrays)
-        (found,) = HostCopy((tokens,), is_urgent=True).lists()
-        outputs = []
-        for row, (one, chain) in enumerate(zip(requests, found)):
-            count = min(one.num_drafts, one.depth)
-            self._fed[one.request.sequence_id] = one.request.num_tokens, chain[:-1]
-            drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(one.request) else None
-            outputs.append(DraftOutput(chain[:count], [], drawn_from))
+        spans = self._catch_up(requests)
+        ready = [requests[place] for place in spans]
+        outputs = [DraftOutput(is_behind=place not in spans) for place in range(len(requests))]
+        for place, output in zip(spans, self._drafts(ready, list(spans.values())) if ready else ()):
+            outputs[place] = output
         return outputs
 
     def seconds(self) -> dict[int, float]:
@@ -114,18 +104,44 @@ class DraftModelProposer:
         for num_tokens in (2 * MAX_DECODE_QUERY_LEN, 32) if self._device.type == "cuda" else ():
             self._forward(padding_batch(num_tokens, self._batches.max_blocks, self._device))
 
-    def _catch_up(self, requests: Sequence[DraftRequest]) -> StepArrays:
-        """Compute the tokens that the draft has not seen, except a last batch, which reaches every request's end."""
+    def _drafts(self, requests: Sequence[DraftRequest], spans: Sequence[Span]) -> list[DraftOutput]:
+        """spans: of each request, all tokens that the draft has not seen."""
+        arrays = self._arrays(spans)
+        probs: list[torch.Tensor] = []
+        if self._is_sampled and not all(one.request.params.is_greedy for one in requests):
+            choose = lambda logits, level: self._choose(requests, logits, level, probs)  # noqa: E731
+            tokens = self._chain(self._graphs.tensors(arrays), choose)
+        else:
+            tokens = self._graphs.run(arrays)
+        (found,) = HostCopy((tokens,), is_urgent=True).lists()
+        outputs = []
+        for row, (one, chain) in enumerate(zip(requests, found)):
+            count = min(one.num_drafts, one.depth)
+            self._fed[one.request.sequence_id] = one.request.num_tokens, chain[:-1]
+            drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(one.request) else None
+            outputs.append(DraftOutput(chain[:count], [], drawn_from))
+        return outputs
+
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> dict[int, Span]:
+        """The requests that draft now, by place, and of each the tokens that the draft has not seen: those that have
+        fewest, as far as they fit into a step beside decodes.
+
+        The next one computes as many of its tokens as fit, and drafts in a later step: all requests wait meanwhile, so
+        a long prompt is spread over steps, as the model's own prompts are."""
         states = [one.request for one in requests]
         missing = [Span(state, start := self._known(state), state.num_tokens - start) for state in states]
-        budget = max(self._max_tokens, len(requests))
-        while sum(span.count for span in missing) > budget:
-            index = max(range(len(missing)), key=lambda index: missing[index].count)
-            span = missing[index]
-            part = Span(span.request, span.start, min(span.count - 1, budget))
-            self._forward(self._graphs.tensors(self._arrays([part])))
-            missing[index] = Span(span.request, span.start + part.count, span.count - part.count)
-        return self._arrays(missing)
+        left, ready = max(self._max_tokens, len(requests)), dict[int, Span]()
+        for place in sorted(range(len(missing)), key=lambda place: missing[place].count):
+            span = missing[place]
+            if span.count > 1 + self.num_drafts:  # more than a verification leaves
+                left = min(left, self._max_missed_tokens)
+            if span.count > left:
+                if left:
+                    self._forward(self._graphs.tensors(self._arrays([replace(span, count=left)])))
+                break
+            ready[place] = span
+            left -= span.count
+        return ready
 
     def _arrays(self, spans: Sequence[Span]) -> StepArrays:
         for span in spans:

@@ -44,11 +44,14 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """token_ids, parents: see core/drafts.py. probs: the distributions of drawn drafts, [n, vocab]; else None."""
+    """token_ids, parents: see core/drafts.py. probs: the distributions of drawn drafts, [n, vocab]; else None.
+
+    is_behind: no drafts yet, because the drafter still computes the request's tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: torch.Tensor | None = None
+    is_behind: bool = False
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class Speculator:
 
     def draft(self, drafts: DraftInput, outputs: HeadOutputs, states: RequestStates) -> DraftResult:
         """The drafts of a step's requests, after it was read. outputs: of its heads."""
-        result = DraftResult([DraftTokens()] * len(drafts.budgets))
-        invalid = self._record_step(drafts, outputs, states, result.lost_ids)
+        found, lost_ids, is_behind = [DraftTokens()] * len(drafts.budgets), list[int](), False
+        invalid = self._record_step(drafts, outputs, states, lost_ids)
         by_method: dict[str, list[tuple[int, DraftRequest]]] = {}
         for index, budget in enumerate(drafts.budgets):
             state, method = states.get(budget.sequence_id), budget.method
@@ -114,13 +114,14 @@ class Speculator:
         for method, some in by_method.items():
             requests = [request for _, request in some]
             if method in self._heads:
-                (found,) = outputs.copies[method].lists()
-                answers = [self._heads[method].drafts(one, found[one.index]) for one in requests]
+                (tokens,) = outputs.copies[method].lists()
+                answers = [self._heads[method].drafts(one, tokens[one.index]) for one in requests]
             else:
                 answers = self._proposers[method].propose(requests)
             for (index, request), answer in zip(some, answers, strict=True):
-                result.drafts[index] = self._keep(request, answer)
-        return result
+                found[index] = self._keep(request, answer)
+                is_behind = is_behind or answer.is_behind
+        return DraftResult(found, lost_ids, is_behind)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         for drafter in self._drafters.values():
