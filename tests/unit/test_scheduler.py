@@ -160,6 +160,26 @@ def test_requests_that_wait_for_a_long_prefix_cost_the_same_in_every_step(monkey
     assert [request.num_cached_tokens for request in requests] == [0] + [800] * 29
 
 
+def test_decodes_do_not_wait_for_a_crowd_that_starts_in_the_prefix_cache() -> None:
+    """Each shared block takes the engine's thread some time, however few tokens are left to compute."""
+    llm, document = make_llm(num_blocks=1024, max_model_len=1024), list(range(800))
+    add(llm, make_request(document, 4))
+    llm.run()
+    crowd = [make_request([*document, place]) for place in range(90)]
+    add(llm, *crowd)
+    llm.step()
+    assert llm.scheduler.num_running == 90  # nobody decodes
+    llm.run()
+    add(llm, make_request(3, 100))
+    llm.step()
+    add(llm, *(make_request([*document, place]) for place in range(100, 190)))
+    num_started = [1]
+    while llm.scheduler.num_waiting:
+        llm.step()
+        num_started.append(llm.scheduler.num_running)
+    assert num_started == [1, 42, 83, 91]  # 41 times 200 blocks
+
+
 def test_a_preempted_request_resumes_from_its_cached_prefix() -> None:
     llm = make_llm(num_blocks=8)
     first, second = make_request([1] * 8, 14), make_request([2] * 8, 14)

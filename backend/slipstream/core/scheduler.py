@@ -34,6 +34,7 @@ from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 
 _MAX_SKIPPED = 64  # waiting requests skipped in one step because another request is computing their prefix
+_MAX_FOUND = 8192  # cached blocks of requests that may start beside decodes: some 8 ms of the engine's thread
 _LAST = (float("inf"), 0)  # above every sort_key
 _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 
@@ -237,15 +238,15 @@ class Scheduler:
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int, is_turn: bool, before: SortKey = _LAST) -> int:
         """Admit waiting requests with sort_key < `before` in order, until tokens, max_num_seqs or blocks run out."""
-        index = num_skipped = 0
-        while budget > 0 and index < len(self._waiting) and num_skipped < _MAX_SKIPPED:
+        index = num_skipped = num_found = 0
+        while budget > 0 and index < len(self._waiting) and num_skipped < _MAX_SKIPPED and num_found < _MAX_FOUND:
             request = self._waiting[index]
             if request.sort_key >= before or len(self._running) >= self._max_running:
                 break
             waits = request.is_blocked or (request.adapter is not None and self.adapters.must_wait(request.adapter))
-            is_skipped = waits or self.cache.awaits_prefix(request)
-            prefix = [] if is_skipped else self.cache.find_prefix(request)
-            if is_skipped or self.cache.is_prefix_underway(request, len(prefix)):
+            prefix = None if waits or self.cache.awaits_prefix(request) else self.cache.find_prefix(request)
+            num_found += len(prefix or ()) if step.num_decodes else 0
+            if prefix is None or self.cache.is_prefix_underway(request, len(prefix)):
                 index, num_skipped = index + 1, num_skipped + (not waits)
                 continue
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
@@ -258,8 +259,7 @@ class Scheduler:
             if num_new < num_missing <= self.config.max_num_batched_tokens and not self.config.enable_chunked_prefill:
                 self._num_turn_tokens = 0 if is_turn else num_missing
                 break
-            del self._waiting[index]
-            self._start(request, prefix)
+            self._start(self._waiting.pop(index), prefix)
             step.add_prefill(request, num_new, num_missing)
             budget -= num_new
         return budget
