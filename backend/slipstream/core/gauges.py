@@ -7,7 +7,7 @@ from slipstream.core.stats import Metric
 
 
 def record_gauges(scheduler: Scheduler) -> None:
-    """Update the gauges of its stats. O(blocks in use) because it searches for leaks: do not call it every step."""
+    """Update the gauges of its stats. O(live requests), O(blocks in use) if some leak: not to be called every step."""
     stats, cache = scheduler.stats, scheduler.cache
     live = list(scheduler.live_requests)
     num_prefilling = sum(request.num_computed_tokens < request.num_prompt_tokens for request in live)

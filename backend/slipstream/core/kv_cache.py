@@ -259,10 +259,12 @@ class KVCacheManager:
     def leaked_blocks(self, live_requests: Iterable[Request]) -> int:
         """Number of used blocks that no live request holds. Not 0: a bug."""
         requests = list(live_requests)
-        held = {block for request in requests for block in request.block_ids}
+        held = [request.block_ids for request in requests]
         if self.windows is not None:
-            held.update(block for request in requests for block in self.windows.held(request))
-        return self.pool.num_used_blocks - len(held)
+            held += map(self.windows.held, requests)
+        if sum(map(len, held)) == self.pool.num_references:
+            return 0
+        return self.pool.num_used_blocks - len(set().union(*held))
 
     # ---- parts
 
