@@ -44,14 +44,16 @@ class InputProcessor:
         self._check_processors = check_processors
         self._speculation_of = speculation_of
         self._vocab_size = spec.vocab_size
+        # as in vLLM the tokenizer's too: of fine-tuned models it may be the only one that names the end of a turn
+        ends = {*spec.eos_token_ids, tokenizer.eos_token_id}
         # a generation_config.json may name tokens that the checkpoint does not have
-        self._eos_token_ids = frozenset(token_id for token_id in spec.eos_token_ids if 0 <= token_id < spec.vocab_size)
+        self._eos_token_ids = frozenset(end for end in ends if end is not None and 0 <= end < spec.vocab_size)
         self._tokenizer = tokenizer
         self._grammar_limits = grammar_limits
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The checkpoint's own."""
+        """The checkpoint's own, by its configs and its tokenizer."""
         return sorted(self._eos_token_ids)
 
     def prepare(self, request: Request) -> list[Request]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
+from slipstream.tokenizer.stated_tokens import StatedTokens
 from slipstream.tokenizer.token_table import CUT, TokenTable, build_token_table, table_agrees
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,14 @@ class TextTokenizer:
     """Implements detokenizer.Tokenizer. token_table is None for decoders that only the library can run.
 
     max_token_bytes: length in bytes of the longest token. can_cut: the tokens of a text begin with the tokens of the
-    part before any cut point.
+    part before any cut point. eos_token_id: of the token that ends a text, None if the checkpoint does not name it.
     """
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, eos_token_id: int | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.eos_token_id = eos_token_id
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -52,16 +54,21 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> TextTokenizer:
-        """Load a checkpoint folder (tokenizer.json) or the file itself. Raises ConfigError if it cannot be read."""
-        file = Path(path)
-        if file.is_dir():
-            file = file / "tokenizer.json"
-        if not file.is_file():
-            return cls(_convert(Path(path)))
+        """Load a checkpoint folder, or its tokenizer.json; tokenizer_config.json beside it is read in both cases.
+
+        Raises ConfigError if it cannot be read.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json" if folder.is_dir() else folder
         try:
-            return cls(Tokenizer.from_file(str(file)))
+            backend = Tokenizer.from_file(str(file)) if file.is_file() else _convert(folder)
+        except ConfigError:
+            raise
         except Exception as error:  # the library raises plain Exception
             raise ConfigError("tokenizer", str(path), f"tokenizer.json cannot be read: {error}") from error
+        stated = StatedTokens(file.parent)
+        stated.put_around(backend)
+        return cls(backend, stated.eos_token_id(backend))
 
     @property
     def token_table(self) -> TokenTable | None:

@@ -1,0 +1,78 @@
+"""What tokenizer_config.json says beside a tokenizer.json: the token that ends a text, and those put around a prompt.
+
+Standard library and `tokenizers` only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, processors
+
+from slipstream.core.errors import ConfigError
+
+# whose Hugging Face class in transformers 4 puts tokens around a text by its settings; 5 reads tokenizer.json alone
+LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+CONFIG_FILE, MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
+
+
+class StatedTokens:
+    """Of a checkpoint folder. Raises ConfigError for a file that is not a JSON object."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._settings = _read(folder / CONFIG_FILE)
+        self._names = {**_read(folder / MAP_FILE), **self._settings}
+
+    def eos_token_id(self, backend: Tokenizer) -> int | None:
+        """Of the eos_token, None if the folder names none that the vocabulary has."""
+        text = self._text("eos_token")
+        return None if text is None else backend.token_to_id(text)
+
+    def put_around(self, backend: Tokenizer) -> None:
+        """Replace what tokenizer.json puts around a text, if a tokenizer of Llama's kind states add_bos_token or
+        add_eos_token: DeepSeek-V3, R1 and the models distilled from it have their first token here alone.
+
+        Raises ConfigError for a value that is neither true nor false and for a token that the vocabulary lacks.
+        """
+        is_stated = {"add_bos_token", "add_eos_token"} & self._settings.keys()
+        if not is_stated or self._settings.get("tokenizer_class") not in LLAMA_CLASSES:
+            return
+        before, after = self._tokens(backend, "bos_token"), self._tokens(backend, "eos_token")
+        single = [*before, "$A", *after]
+        pair = [*single, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
+        special_tokens = list({**before, **after}.items())
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special_tokens)
+
+    def _tokens(self, backend: Tokenizer, name: str) -> Mapping[str, int]:
+        """The token of that name with its id, if it is put beside a text."""
+        key, text = f"add_{name}", self._text(name)
+        stated = self._settings.get(key)
+        if stated not in (True, False, None):
+            raise ConfigError(f"{CONFIG_FILE} {key}", stated, "must be true or false")
+        if not stated or text is None:
+            return {}
+        token_id = backend.token_to_id(text)
+        if token_id is None:
+            raise ConfigError(f"{CONFIG_FILE} {name}", text, f"must be a token of tokenizer.json, as {key} is true")
+        return {text: token_id}
+
+    def _text(self, name: str) -> str | None:
+        token = self._names.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        return text if isinstance(text, str) and text else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("tokenizer", str(path), f"cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError("tokenizer", str(path), "must hold a JSON object")
+    return values
