@@ -20,6 +20,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream.nn.models.family import LLAMA_NAMES
 from tiny_checkpoints import MAX_POSITIONS, TinyCheckpoint, make_checkpoint, relative_error
+from transformers import LlamaForCausalLM
 
 PROMPT = [5, 17, 3, 90, 44, 44, 2, 61]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -90,6 +91,18 @@ def test_tied_table_stored_twice_is_accepted(tmp_path: Path) -> None:
     tied = make_checkpoint("llama-tied", tmp_path)
     edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert relative_error(logits(load(tmp_path)), tied.logits(PROMPT)) <= 1e-4
+
+
+def test_tied_head_that_is_another_table_is_refused(tmp_path: Path) -> None:
+    """transformers 5 would multiply with it, 4 and vLLM with the embedding."""
+    make_checkpoint("llama-tied", tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 0.5}))
+    with pytest.raises(ConfigError, match=r"tensor lm_head.weight differs from model.embed_tokens.weight, to which"):
+        load(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    expected = LlamaForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert relative_error(logits(load(tmp_path)), expected(torch.tensor([PROMPT])).logits[0]) <= 1e-4
 
 
 def _truncate(folder: Path) -> None:

@@ -24,6 +24,7 @@ from slipstream.nn.weight_slot import WeightSlot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_ROWS_AT_ONCE = 4096
 _NUM_NAMED = 3  # max number of tensors that an error message lists
 
 
@@ -38,8 +39,10 @@ class TensorHeader:
 
 
 def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
-    """Load the decoder from the folder's safetensors. Raises as `check_checkpoint`, before any tensor is read."""
+    """Load the decoder from the folder's safetensors. Raises as `check_checkpoint`, before any tensor is read, and for
+    a head that differs from the embedding that it is tied to."""
     slots, headers = check_checkpoint(decoder, checkpoint_dir)
+    _check_tied_head(decoder, checkpoint_dir)
     if decoder.context.parallel.num_stages > 1:
         names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
         elsewhere = decoder.weight_slots(names).keys() - decoder.own_slots(names).keys()
@@ -75,6 +78,35 @@ def check_checkpoint(
     }
     _check(slots, headers, checkpoint_dir)
     return slots, headers
+
+
+def _check_tied_head(decoder: Decoder, checkpoint_dir: Path) -> None:
+    """Raise ConfigError if a head is stored that is not the embedding, though config.json ties both.
+
+    Hugging Face multiplies with such a head (transformers 5) or passes over it (4): the owner must say which is meant.
+    """
+    family = FAMILIES.get(decoder.spec.architecture)
+    if not decoder.spec.tie_word_embeddings:
+        return
+    headers = {family.read_as(name): header for name, header in read_headers(checkpoint_files(checkpoint_dir)).items()}
+    names = family.names_of(decoder.spec)
+    head, table = (headers.get(f"{tensor_name(names, part, 0)}.weight") for part in ("lm_head", "embedding"))
+    if head is None or table is None or _are_equal(head, table):
+        return
+    reason = (
+        f"differs from {table.name}, to which config.json ties it; accepted: tie_word_embeddings: false, or without it"
+    )
+    raise ConfigError("model", str(head.file), f"tensor {head.name} {reason}")
+
+
+def _are_equal(one: TensorHeader, other: TensorHeader) -> bool:
+    """Whether two tables hold the same numbers; a part of their rows is read at a time."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+        rows, others = first.get_slice(one.name), second.get_slice(other.name)
+        starts = range(0, one.shape[0], _ROWS_AT_ONCE)
+        return all(torch.equal(rows[at : at + _ROWS_AT_ONCE], others[at : at + _ROWS_AT_ONCE]) for at in starts)
 
 
 def tensor_without_numbers(checkpoint_dir: Path) -> str:
