@@ -128,6 +128,17 @@ def _bad_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{")
 
 
+def _index_of(file: str) -> Callable[[Path], object]:
+    """An index whose tensors are in that file, beside a whole checkpoint in the folder above."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+        weight_map = {"lm_head.weight": file.format(above=folder.parent)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -136,6 +147,10 @@ def _bad_index(folder: Path) -> None:
         (_pickle_only, "pytorch_model.bin: `slipstream convert` writes"),
         (_missing_shard, "model-00002-of-00002.safetensors"),
         (_bad_index, "model.safetensors.index.json.*JSON"),
+        (_index_of("../model.safetensors"), r"index.json.*names '../model.safetensors'; accepted: files of the same"),
+        (_index_of("{above}/model.safetensors"), "index.json.*names '/.*; accepted: files of the same folder"),
+        (_index_of(""), "index.json.*names ''; accepted: files of the same folder"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json.*not readable as JSON"),
         (lambda folder: edit_tensors(folder, lambda t: t.pop(K_PROJ)), f"tensor {K_PROJ} missing"),
         (
             lambda folder: edit_tensors(folder, lambda t: t.update({"model.extra.weight": torch.ones(1)})),
@@ -183,6 +198,21 @@ def test_broken_checkpoint_is_named(folder: Path, damage: Callable[[Path], objec
         ({"hidden_size": "48"}, "hidden_size='48': must be an integer"),
         ({"num_hidden_layers": ...}, "num_hidden_layers=None: is missing"),
         ({"head_dim": 7}, "head_dim=7.*even"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000: must be an integer of at most 1024"),
+        ({"num_attention_heads": 10**9, "hidden_size": 10**9}, "num_attention_heads.*of at most 65536"),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000: must be an integer of at most 2147483647"),
+        ({"max_position_embeddings": 1 << 30}, "declares 1073741824 tokens, accepted: up to 16777216"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1.*: must be a number of at most 1e\\+30"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: must be a number of at most 1e\\+30"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": float("inf")}},
+            "factor=inf: must be a number of at most",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, "rope_theta=1.0: .* above 1"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings=1: must be at least 2",
+        ),
         ({"eos_token_id": "2"}, "eos_token_id='2'"),
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'.*bfloat16"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

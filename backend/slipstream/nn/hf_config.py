@@ -14,6 +14,7 @@ from typing import cast
 from slipstream.core.errors import ConfigError
 
 QUANTIZATION = "quantization_config"
+LARGEST_INTEGER, LARGEST_NUMBER = (1 << 31) - 1, 1e30  # what int32 and float32 hold, with room for products
 MODELOPT_FILE = "hf_quant_config.json"  # older ModelOpt checkpoints have it instead of quantization_config
 
 
@@ -30,7 +31,7 @@ def read_json(path: Path) -> dict[str, object]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("model", str(path), "no such file; needs a Hugging Face checkpoint folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("model", str(path), f"not readable as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("model", str(path), "must hold a JSON object")
@@ -67,16 +68,22 @@ class HFConfig:
             }
         return cls("config.json", values, generation)
 
-    def integer(self, key: str, default: int | _Required = REQUIRED, minimum: int = 1) -> int:
+    def integer(
+        self, key: str, default: int | _Required = REQUIRED, minimum: int = 1, maximum: int = LARGEST_INTEGER
+    ) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(key, f"must be an integer of at least {minimum}")
+        if value > maximum:
+            raise self.error(key, f"must be an integer of at most {maximum}")
         return value
 
     def number(self, key: str, default: float | _Required = REQUIRED) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise self.error(key, "must be a number above 0")
+        if value > LARGEST_NUMBER:
+            raise self.error(key, f"must be a number of at most {LARGEST_NUMBER:g}")
         return float(value)
 
     def number_or_none(self, key: str, default: float | None) -> float | None:
@@ -125,9 +132,10 @@ class HFConfig:
         """A list of that many numbers above 0."""
         value = self._get(key, REQUIRED)
         is_list = isinstance(value, list) and len(value) == count
-        if not is_list or not all(type(item) in (int, float) and item > 0 for item in cast("list[float]", value)):
-            raise self.error(key, f"must be a list of {count} numbers above 0")
-        return tuple(float(item) for item in cast("list[float]", value))
+        items = cast("list[float]", value if is_list else [])
+        if not is_list or not all(type(item) in (int, float) and 0 < item <= LARGEST_NUMBER for item in items):
+            raise self.error(key, f"must be a list of {count} numbers above 0, at most {LARGEST_NUMBER:g}")
+        return tuple(float(item) for item in items)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id or a list of ids, merged from both config files without duplicates."""

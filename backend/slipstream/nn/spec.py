@@ -17,6 +17,8 @@ from slipstream.nn.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, Line
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.stored_format import StoredFormat
 
+MAX_POSITIONS = 1 << 24  # angles are computed in fp32, which holds every integer up to here
+
 
 @dataclass(frozen=True)
 class DecoderSpec:

@@ -8,16 +8,19 @@ from slipstream_kernels.norm.gated_mul import ACTIVATIONS
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
-from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.spec import MAX_POSITIONS, DecoderSpec
 
 QK_NORMS = ("", "head", "flat")
 NORMS = ("pre", "post", "both")
 
 
 def check_served(spec: DecoderSpec) -> None:
-    """Raise ConfigError for the first unsupported layer."""
+    """Raise ConfigError for the first unsupported layer, and for more positions than can be told apart."""
     if not spec.layers:
         raise ConfigError("model", spec.architecture, "has no layers")
+    if spec.max_model_len > MAX_POSITIONS:
+        reason = f"config.json declares {spec.max_model_len} tokens, accepted: up to {MAX_POSITIONS}"
+        raise ConfigError("model", spec.architecture, reason)
     for layer in dict.fromkeys(spec.layers):
         for reason in _reasons(layer):
             raise ConfigError("model", spec.architecture, f"layer {spec.layers.index(layer)}: {reason}")

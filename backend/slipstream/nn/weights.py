@@ -140,6 +140,10 @@ def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ConfigError("model", str(index), "must hold a weight_map of tensor names to file names")
+        beyond = next((file for file in weight_map.values() if not file or Path(file).name != file), None)
+        if beyond is not None:
+            reason = f"names {beyond!r}; accepted: files of the same folder, by their name alone"
+            raise ConfigError("model", str(index), reason)
         files = [checkpoint_dir / name for name in sorted(set(weight_map.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:

@@ -18,6 +18,7 @@ from slipstream.nn.stored_names import Names
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WINDOW = 4096  # of families whose layers may have one, where the config does not state it
+MAX_LAYERS, MAX_HEADS = 1024, 65_536  # beyond all published models; lists of as many entries are made of a config
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -32,7 +33,7 @@ def base_spec(
     linear_parts: those that one method holds. names: the family's. rotated_part: as read_rope takes it.
     """
     hidden_size = config.integer("hidden_size")
-    num_q_heads = config.integer("num_attention_heads")
+    num_q_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
     num_kv_heads = config.integer("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"must divide num_attention_heads={num_q_heads}")
@@ -42,7 +43,7 @@ def base_spec(
     if head_dim % 2:
         raise config.error("head_dim", f"rotary embedding needs an even head size, not {head_dim}")
     activation = ACTIVATIONS[config.choice("hidden_act", tuple(ACTIVATIONS), "silu")]
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     bos_token_ids = config.token_ids("bos_token_id")
     attention = AttentionSpec(
         hidden_size=hidden_size,

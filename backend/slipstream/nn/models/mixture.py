@@ -14,6 +14,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Name, Names
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # the families' names for it
+MAX_EXPERTS = 8192  # beyond all published models; names of every expert are made of a config
 SHARED = "shared_"  # before the parts of the shared experts' MLP
 
 
@@ -39,8 +40,9 @@ def with_experts(
 ) -> DecoderSpec:
     """The spec with experts in place of the MLP, but in `dense` layers, and the formats that these are stored in."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
+    name = next((name for name in _NUM_EXPERTS if config.has(name)), _NUM_EXPERTS[0])
+    config.integer(name, experts.num_experts, maximum=MAX_EXPERTS)
     if experts.routing.num_experts_per_token > experts.num_experts:
-        name = next((name for name in _NUM_EXPERTS if config.has(name)), _NUM_EXPERTS[0])
         raise config.error("num_experts_per_tok", f"must be at most {name}={experts.num_experts}")
     sparse = [layer for layer in range(spec.num_layers) if layer not in dense]
 

@@ -48,6 +48,8 @@ def _unscaled_length(section: HFConfig) -> int:
 def _rope(config: HFConfig, section: HFConfig, head_dim: int, top_theta: float) -> RopeSpec:
     """top_theta: outside the section."""
     theta = section.number("rope_theta", top_theta)
+    if theta <= 1:
+        raise (section if section.has("rope_theta") else config).error("rope_theta", "must be a number above 1")
     kind = section.choice("rope_type" if section.has("rope_type") else "type", ROPE_TYPES, "default")
     if kind == "default":
         return RopeSpec(kind, theta, head_dim)
@@ -93,6 +95,8 @@ def _rotary_dim(config: HFConfig, section: HFConfig | None, head_dim: int, rotat
 
 def _longrope(section: HFConfig, theta: float, rotary_dim: int, original: int, max_positions: int) -> RopeSpec:
     """Factors of short and of long sequences, one for each pair of features. Source: arXiv:2402.13753."""
+    if original < 2:
+        raise section.error(ORIGINAL_LENGTH, "must be at least 2, as longrope takes its logarithm")
     factor = section.number("factor", max_positions / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(

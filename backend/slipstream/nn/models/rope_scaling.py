@@ -14,10 +14,9 @@ from typing import cast
 from slipstream.core.errors import ConfigError
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.rope import FULL, QUERY_SCALING, ROPE_TYPES
-from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.spec import MAX_POSITIONS, DecoderSpec
 
 FIELD = "rope_scaling"
-MAX_POSITIONS = 1 << 24  # angles are computed in fp32, which holds every integer up to here
 _KEPT = ("rope_theta", "partial_rotary_factor")  # of the checkpoint, unless the parameter has them
 _ORIGINAL, _LENGTH = "original_max_position_embeddings", "max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
