@@ -15,7 +15,7 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.gguf.convert import convert
-from slipstream.nn.gguf.metadata import Metadata
+from slipstream.nn.gguf.metadata import Metadata, config_json
 from slipstream.nn.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from slipstream.nn.load import load_model
 from slipstream.tokenizer.tokenizer import TextTokenizer
@@ -39,6 +39,12 @@ SIZES = {
     "attn_implementation": "eager",
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {
+    "block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96, "vocab_size": 97,
+    "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-6, "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 8.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+}  # fmt: skip
 TOKENS = list(range(3, 40))
 TEMPLATE = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
 GGUF_NAMES = {
@@ -252,8 +258,15 @@ def test_a_sentencepiece_vocabulary_gives_its_own_tokens(tmp_path: Path) -> None
         ("of-tomorrow", {}, "tokenizer.ggml.pre of-tomorrow is not known"),
         ("gpt-2", {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "rotary scaling longrope"),
         ("gpt-2", {"rope.dimension_count": 8}, "rotates 8 of 16 features"),
+        ("gpt-2", {"attention.scale": 0.5}, r"llama.attention.scale of the GGUF file is not served; accepted: 1"),
+        ("gpt-2", {"rope.scaling.yarn_attn_factor": 1.5}, r"llama.rope.scaling.yarn_attn_factor of the GGUF file"),
+        (
+            "gpt-2",
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": "4"},
+            "factor of the GGUF file is '4'; accepted",
+        ),
     ],
-    ids=["experts", "pre-tokenizer", "rope", "partial rotary"],
+    ids=["experts", "pre-tokenizer", "rope", "partial rotary", "scale of scores", "factor of yarn", "no number"],
 )
 def test_what_cannot_be_converted_is_refused_by_name(
     pre: str, more: dict[str, Any], message: str, tmp_path: Path
@@ -262,6 +275,51 @@ def test_what_cannot_be_converted_is_refused_by_name(
     with pytest.raises(ConfigError, match=message):
         convert(tmp_path / "odd.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_yarns_borders_are_read(tmp_path: Path) -> None:
+    metadata = Metadata(
+        "toy", {"general.architecture": "qwen2", **{f"qwen2.{key}": value for key, value in YARN.items()}}
+    )
+    scaling = config_json(metadata, (), None)["rope_scaling"]
+    assert scaling == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 2.0,
+    }  # fmt: skip
+
+
+def test_one_file_of_several_is_refused() -> None:
+    metadata = Metadata("toy", {"general.architecture": "qwen2", "split.count": 3})
+    with pytest.raises(ConfigError, match=r"one file of several \(split.count\); accepted: one file"):
+        config_json(metadata, (), None)
+
+
+def test_a_token_that_the_vocabulary_lacks_is_named() -> None:
+    names = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_id": 2}
+    metadata = Metadata("toy", {"general.architecture": "qwen2", **{f"qwen2.{k}": v for k, v in YARN.items()}, **names})
+    with pytest.raises(ConfigError, match=r"tokenizer.ggml.eos_token_id of the GGUF file is 2, none of its tokens"):
+        config_json(metadata, (), None)
+
+
+def damaged(data: bytes, key: bytes, offset: int, value: bytes) -> bytes:
+    """data with other bytes so many after a key."""
+    at = data.index(key) + len(key) + offset
+    return data[:at] + value + data[at + len(value) :]
+
+
+@pytest.mark.parametrize(
+    ("key", "offset", "value", "message"),
+    [
+        (b"tokenizer.ggml.tokens", 8, (1 << 60).to_bytes(8, "little"), "not a GGUF file that can be read: ends "),
+        (b"tokenizer.ggml.tokens", 4, (4).to_bytes(4, "little"), "a GGUF file"),
+        (b"tokenizer.ggml.tokens", 24, b"\xff", "not a GGUF file that can be read: 'utf-8' codec"),
+        (b"tokenizer.ggml.merges", 24, b"~~", "the tokenizer of the GGUF file cannot be built: .* out of vocabulary"),
+    ],
+    ids=["more than the file has", "numbers for texts", "no utf-8", "merge of no token"],
+)
+def test_a_damaged_file_is_refused(key: bytes, offset: int, value: bytes, message: str, file: Path) -> None:
+    file.write_bytes(damaged(file.read_bytes(), key, offset, value))
+    with pytest.raises(ConfigError, match=message):
+        resolve_checkpoint(str(file))
 
 
 def test_no_gguf_file_is_refused(tmp_path: Path) -> None:

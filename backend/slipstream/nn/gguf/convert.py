@@ -31,9 +31,8 @@ def convert(file: Path, folder: Path, dtype: str = "bfloat16") -> None:
 
     Raises ConfigError for a file that is no GGUF file, an unknown architecture, tensor or tokenizer.
     """
-    reader = _open(file)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    metadata = Metadata(str(file), {name: field.contents() for name, field in reader.fields.items()})
+    values, tensors = _read(file)
+    metadata = Metadata(str(file), values)
     factors = _rope_factors(tensors)
     config = {**config_json(metadata, tensors, factors), "dtype": dtype}
     with new_folder(folder) as built:
@@ -62,15 +61,12 @@ def converted(file: Path) -> Path:
     return folder
 
 
-def _open(file: Path) -> Any:
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        from gguf import GGUFReader
+        from slipstream.nn.gguf.reader import read_gguf
     except ImportError as error:
         raise ConfigError(FIELD, str(file), "reading GGUF files needs the package gguf (pip install gguf)") from error
-    try:
-        return GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(FIELD, str(file), f"not a GGUF file that can be read: {error}") from error
+    return read_gguf(file)
 
 
 def _rope_factors(tensors: dict[str, Any]) -> list[float] | None:

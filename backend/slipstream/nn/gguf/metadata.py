@@ -39,8 +39,17 @@ _IN_LAYER = {
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's frequencies, as divisors; config.json has their formula instead
+# of other architectures' files, or of scalings that config.json states otherwise
+_FACTORS = (
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "attention.scale",
+    *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier")),
+)
+_ORIGINAL = "original_max_position_embeddings"
 # Llama 3.1 and 3.2: all published checkpoints share these
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
 
 
 class Metadata:
@@ -63,8 +72,22 @@ class Metadata:
         """A key of the architecture's own section, such as llama.block_count."""
         return self.get(f"{self.architecture}.{key}", default)
 
-    def need(self, key: str) -> Any:
-        return self._get(f"{self.architecture}.{key}")
+    def token_id(self, key: str) -> int | None:
+        """Of a token that the tokenizer's section names; None: it names none."""
+        token_id, pieces = self.get(f"tokenizer.ggml.{key}_token_id"), self.get("tokenizer.ggml.tokens")
+        if token_id is None:
+            return None
+        if type(token_id) is not int or token_id < 0 or (pieces is not None and token_id >= len(pieces)):
+            raise self.error(f"tokenizer.ggml.{key}_token_id of the GGUF file is {token_id!r}, none of its tokens")
+        return token_id
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number of the architecture's section; required if there is no default."""
+        name = f"{self.architecture}.{key}"
+        value = self._get(name) if default is None else self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(f"{name} of the GGUF file is {value!r}; accepted: a finite number")
+        return value
 
     def _get(self, key: str) -> Any:
         if key not in self._values:
@@ -80,48 +103,59 @@ def config_json(metadata: Metadata, tensors: Collection[str], rope_factors: list
     architecture, model_type, _ = ARCHITECTURES[metadata.architecture]
     if metadata.of_model("expert_count"):
         raise metadata.error("mixture-of-experts GGUF files are not converted; accepted: dense models")
-    num_heads = _plain(metadata, "attention.head_count")
-    hidden_size = int(metadata.need("embedding_length"))
-    head_dim = int(metadata.of_model("attention.key_length", hidden_size // num_heads))
-    if (rotated := int(metadata.of_model("rope.dimension_count", head_dim))) != head_dim:
+    _check_scales(metadata)
+    num_heads = max(_plain(metadata, "attention.head_count"), 1)
+    hidden_size = int(metadata.number("embedding_length"))
+    head_dim = int(metadata.number("attention.key_length", hidden_size // num_heads))
+    if (rotated := int(metadata.number("rope.dimension_count", head_dim))) != head_dim:
         raise metadata.error(f"rotates {rotated} of {head_dim} features of a head; accepted: all of them")
     config = {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": len(metadata.get("tokenizer.ggml.tokens") or range(int(metadata.need("vocab_size")))),
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens") or range(int(metadata.number("vocab_size")))),
         "hidden_size": hidden_size,
         "intermediate_size": _plain(metadata, "feed_forward_length"),
-        "num_hidden_layers": int(metadata.need("block_count")),
+        "num_hidden_layers": int(metadata.number("block_count")),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _plain(metadata, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": int(metadata.need("context_length")),
-        "rms_norm_eps": _float32(metadata.need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _float32(metadata.of_model("rope.freq_base", 10_000.0)),
+        "max_position_embeddings": int(metadata.number("context_length")),
+        "rms_norm_eps": _float32(metadata.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _float32(metadata.number("rope.freq_base", 10_000.0)),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     if metadata.architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[name] = int(token_id)
+        if (token_id := metadata.token_id(key)) is not None:
+            config[name] = token_id
     # a turn's end may be another token than a text's: generation stops at both
-    if (turn := metadata.get("tokenizer.ggml.eot_token_id")) not in (None, config.get("eos_token_id")):
-        config["eos_token_id"] = [int(turn), *([config["eos_token_id"]] if "eos_token_id" in config else [])]
+    if (turn := metadata.token_id("eot")) not in (None, config.get("eos_token_id")):
+        config["eos_token_id"] = [turn, *([config["eos_token_id"]] if "eos_token_id" in config else [])]
     scaling = _rope_scaling(metadata, config, rope_factors)
     return {**config, "rope_scaling": scaling} if scaling else config
 
 
+def _check_scales(metadata: Metadata) -> None:
+    """Raise ConfigError for a part of a file, and for factors that config.json of these architectures cannot say."""
+    if metadata.get("split.count", 1) not in (0, 1):
+        reason = "one file of several (split.count); accepted: one file, as `llama-gguf-split --merge` writes it"
+        raise metadata.error(reason)
+    for key in _FACTORS:
+        if metadata.number(key, 1.0) != 1:
+            raise metadata.error(f"{metadata.architecture}.{key} of the GGUF file is not served; accepted: 1")
+
+
 def _plain(metadata: Metadata, key: str, default: int | None = None) -> int:
     """A number that some architectures give by layer."""
-    value = metadata.of_model(key, default) if default is not None else metadata.need(key)
-    if isinstance(value, list | tuple):
-        if len(set(value)) != 1:
-            raise metadata.error(f"{key} differs between layers; accepted: one value for all")
-        value = value[0]
-    return int(value)
+    value = metadata.of_model(key)
+    if not isinstance(value, list | tuple):
+        return int(metadata.number(key, default))
+    if len(set(value)) != 1 or not isinstance(value[0], int):
+        raise metadata.error(f"{key} differs between layers; accepted: one number for all")
+    return value[0]
 
 
 def _float32(value: float) -> float:
@@ -135,10 +169,13 @@ def _rope_scaling(metadata: Metadata, config: Mapping[str, Any], factors: list[f
     kind = metadata.of_model("rope.scaling.type", "none")
     if kind in ("none", "", None):
         return None
-    scaling = {"rope_type": kind, "factor": float(metadata.need("rope.scaling.factor"))}
+    scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
-        original = metadata.of_model("rope.scaling.original_context_length")
-        return {**scaling, **({} if original is None else {"original_max_position_embeddings": int(original)})}
+        if metadata.of_model("rope.scaling.original_context_length") is not None:
+            scaling[_ORIGINAL] = int(metadata.number("rope.scaling.original_context_length"))
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            scaling[name] = metadata.number(f"rope.scaling.yarn_{name}", default)
+        return scaling
     if kind != "linear":
         raise metadata.error(f"rotary scaling {kind} of a GGUF file; accepted: none, linear, yarn, Llama 3's")
     return scaling
@@ -147,7 +184,7 @@ def _rope_scaling(metadata: Metadata, config: Mapping[str, Any], factors: list[f
 def _llama3_scaling(metadata: Metadata, config: Mapping[str, Any], factors: list[float]) -> dict[str, Any]:
     """Llama 3's formula from the divisors that it gave; refused if it does not give them."""
     scaling = {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3}
-    head_dim, theta, original = config["head_dim"], config["rope_theta"], scaling["original_max_position_embeddings"]
+    head_dim, theta, original = config["head_dim"], config["rope_theta"], scaling[_ORIGINAL]
     for index, factor in enumerate(factors):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
         smooth = (original / wavelength - 1.0) / 3.0  # 0 where low_freq_factor begins, 1 at high_freq_factor

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from slipstream.core.errors import ConfigError
 from slipstream.nn.convert.pieces import CONTROL, NORMAL, USER_DEFINED, Pieces, build
 from slipstream.nn.gguf.metadata import Metadata
 
@@ -41,18 +42,21 @@ PRE_TOKENIZERS = {
 
 def write_tokenizer(metadata: Metadata, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json (chat template).  Raises ConfigError for other kinds."""
+    makers = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer = _byte_level_bpe(metadata)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(metadata)
-    else:
+    if kind not in makers:
         raise metadata.error(f"tokenizer of kind {kind} in a GGUF file; accepted: gpt2 (byte-level BPE), llama (SPM)")
+    try:
+        tokenizer = makers[kind](metadata)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise metadata.error(f"the tokenizer of the GGUF file cannot be built: {error}") from error
     tokenizer.save(str(folder / "tokenizer.json"))
     pieces = metadata.get("tokenizer.ggml.tokens")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
-        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+        if (token_id := metadata.token_id(key)) is not None:
             config[name] = pieces[token_id]
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
@@ -97,7 +101,7 @@ def _sentencepiece(metadata: Metadata) -> Tokenizer:
             pieces,
             scores,
             metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces)),
-            unknown=pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)],
+            unknown=pieces[metadata.token_id("unknown") or 0],
             has_prefix=metadata.get("tokenizer.ggml.add_space_prefix", True),
         )
     )
@@ -108,7 +112,7 @@ def _sentencepiece(metadata: Metadata) -> Tokenizer:
 
 def _bos_in_front(metadata: Metadata) -> list[Any]:
     """The step that puts the first token before a text; none if the file names no such token."""
-    token_id = metadata.get("tokenizer.ggml.bos_token_id")
+    token_id = metadata.token_id("bos")
     if token_id is None:
         return []
     first = metadata.get("tokenizer.ggml.tokens")[token_id]
