@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -170,6 +171,25 @@ def test_stored_tensors_with_static_inputs(checkpoint: Path, tmp_path: Path, qua
     bias = torch.cat([tensors[f"{name}.bias"] for name in names])
     torch.testing.assert_close(decoder.layers[0].attention.qkv(x), seen @ weight.t() + bias, rtol=1e-2, atol=1e-2)
     assert logits(decoder).isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_tensors_under_transformers_names(checkpoint: Path, tmp_path: Path, scheme: str) -> None:
+    """Ministral 3 is published so, with a weight_block_size of null; AutoFP8 has other names and no such field."""
+    autofp8 = {**STATIC, "activation_scheme": scheme}
+
+    def own(tensors: Tensors, weight: str = "weight_scale", inputs: str = "input_scale") -> None:
+        by_tensor(tensors)
+        for module in linear_names(tensors):
+            tensors[f"{module}.{weight}"] = tensors.pop(f"{module}.weight_scale")
+            scale = tensors.pop(f"{module}.input_scale")
+            tensors |= {f"{module}.{inputs}": scale} if scheme == "static" else {}
+
+    expected = logits(load(store(checkpoint, tmp_path, autofp8, own)))
+    renamed = partial(own, weight="weight_scale_inv", inputs="activation_scale")
+    ours = logits(load(store(checkpoint, tmp_path, {**autofp8, "weight_block_size": None}, renamed)))
+    assert torch.equal(ours, expected)
+    assert rms_error(ours, logits(load(checkpoint))) < 0.3
 
 
 def test_head_that_is_stored_quantised(checkpoint: Path, tmp_path: Path) -> None:

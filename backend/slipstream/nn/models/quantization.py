@@ -6,6 +6,7 @@ Whatever the served layers could not honour is refused here, by name, before any
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
@@ -14,6 +15,7 @@ from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
 CHANNEL = -1  # as group_size: one group a row
+WEIGHT_SCALE, INPUT_SCALE = "weight_scale_inv", "activation_scale"  # as transformers calls them
 LEFT_OUT = "-:"  # before a pattern, in GPTQModel's rules
 
 
@@ -88,16 +90,21 @@ def _group_size(section: HFConfig) -> int:
 
 
 def _read_fp8(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
-    """Transformers' own format: DeepSeek's blocks if weight_block_size is there, else one scale per tensor."""
+    """Transformers' own format: DeepSeek's blocks if weight_block_size is there, else one scale per tensor.
+
+    A weight_block_size of null is that of transformers (Ministral 3), whose names of both scales are not AutoFP8's.
+    """
     section.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     is_static = section.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if any(leaves_out(section, key, modules) for key in ("modules_to_not_convert", "ignored_layers")):
         return None
     if not section.has("weight_block_size"):
-        return StoredFormat("fp8", "tensor", static_inputs=is_static)
+        stored = StoredFormat("fp8", "tensor", static_inputs=is_static)
+        is_transformers = "weight_block_size" in section.values
+        return replace(stored, scale_name=WEIGHT_SCALE, input_scale_name=INPUT_SCALE) if is_transformers else stored
     if section.values["weight_block_size"] != BLOCK_SIZE or is_static:
         raise section.error("weight_block_size", f"must be {BLOCK_SIZE}, with activation_scheme dynamic")
-    return StoredFormat("block_wise_fp8", "block", "weight_scale_inv")
+    return StoredFormat("block_wise_fp8", "block", WEIGHT_SCALE)
 
 
 def _read_compressed_tensors(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:

@@ -75,13 +75,13 @@ class Fp8(QuantMethod):
         by_tensor = StoredTensor((1,), FLOAT_DTYPES)
         tensors[self.stored.scale_name] = by_channel if self.stored.scales == "channel" else by_tensor
         if self.stored.static_inputs:
-            tensors[INPUT_SCALE] = StoredTensor((1,), FLOAT_DTYPES)
+            tensors[self.stored.input_scale_name] = StoredTensor((1,), FLOAT_DTYPES)
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
         if suffix == "bias":
             weights["bias"][rows].copy_(tensor)
-        elif suffix == INPUT_SCALE:
+        elif self.stored is not None and suffix == self.stored.input_scale_name:
             # parts merged into one layer share their input: the widest range serves all of them
             scale = weights[INPUT_SCALE]
             scale.copy_(torch.maximum(scale, tensor.to(scale).reshape(())))
