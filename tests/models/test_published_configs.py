@@ -179,6 +179,19 @@ PUBLISHED = {
                sliding_window=4096, attention_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16"),
         7_298_011_136,
     ),
+    "gemma-7b": (
+        config("GemmaForCausalLM", 3072, 24576, 28, 16, 16, 256000, 8192, head_dim=256, hidden_act="gelu",
+               hidden_activation=None, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
+               attention_bias=False, eos_token_id=1, torch_dtype="bfloat16"),
+        8_537_680_896,
+    ),
+    "SmolLM3-3B": (
+        config("SmolLM3ForCausalLM", 2048, 11008, 36, 16, 4, 128256, 65536, hidden_act="silu", rms_norm_eps=1e-6,
+               rope_theta=5000000.0, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4,
+               attention_bias=False, mlp_bias=False, use_sliding_window=False, sliding_window=None,
+               layer_types=["full_attention"] * 36, eos_token_id=128012, torch_dtype="bfloat16"),
+        3_075_098_624,
+    ),
     "MiniMax-M2": (
         config("MiniMaxM2ForCausalLM", 3072, 1536, 62, 48, 8, 200064, 196608, head_dim=128, rotary_dim=64,
                num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid", use_routing_bias=True,
@@ -213,6 +226,7 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
         ("Phi-4-mini-instruct", {"original_max_position_embeddings": 4096}),
         ("Olmo-3-1025-7B", {"sliding_window": 4096, "rope_theta": 500_000}),
         ("MiniMax-M2", {"rope_theta": 5e6}),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}),
     ],
 )
 def test_what_a_config_leaves_out_is_what_hugging_face_takes(
@@ -254,6 +268,8 @@ def test_what_a_config_leaves_out_is_what_hugging_face_takes(
         ("GLM-4.5-Air", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
         ("GLM-4-9B-0414", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5: must leave an even part"),
         ("MiniMax-M2", {"attn_type_list": [0, 1] * 31}, "attn_type_list=.*linear attention"),
+        ("gemma-7b", {"hidden_act": "silu"}, "hidden_act='silu'.*gelu_pytorch_tanh"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers=.*must be 36 of 0 or 1"),
         ("MiniMax-M2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("phi-4", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*rope type linear is none"),
         ("Phi-4-mini-instruct", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor=.*48"),
@@ -265,3 +281,17 @@ def test_what_cannot_be_honoured_is_named(name: str, changes: dict[str, object],
     (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name][0], **changes}))
     with pytest.raises(ConfigError, match=named):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_ministral_3_has_a_window_only_where_it_is_stated(is_wrapped: bool, tmp_path: Path) -> None:
+    """Its text_config may leave out what is null; Mistral's default is a window of 4096."""
+    rope = {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
+    values = config("Ministral3ForCausalLM", 4096, 14336, 34, 32, 8, 131072, 262144, rope_parameters=rope)
+    if is_wrapped:
+        text = {**values, "model_type": "ministral3", "architectures": None}
+        values = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    spec = read_spec(tmp_path)
+    attention = spec.layers[0].attention
+    assert (attention.sliding_window, attention.head_dim, spec.norm_eps, spec.max_model_len) == (None, 128, 1e-5, 16384)

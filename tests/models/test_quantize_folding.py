@@ -18,6 +18,7 @@ from quantization.folding import fold, input_groups
 
 VARIANTS = (
     "llama-biases",  # three query heads for each head of v
+    "smollm3",  # layers without positions
     "mixtral",
     "qwen2-moe",  # a shared expert with a gate
     "glm4-moe",

@@ -136,6 +136,7 @@ _GLM_MARKERS = ("<|endoftext|>", "[gMASK]", "<sop>", *_GLM_ROLES)
 _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _GEMMA_MARKERS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _BAICHUAN_MARKERS = ("<reserved_106>", "<reserved_107>")
+_MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "llama_4_scaling_beta": 0.1}
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
 
 FAMILIES: dict[str, ChatFamily] = {
@@ -145,6 +146,7 @@ FAMILIES: dict[str, ChatFamily] = {
     ),
     "llama-2": ChatFamily("llama2-mha", LLAMA2, (), ("</s>",), front=("<s>",), is_sentencepiece=True),
     "smollm2": _chatml("llama-tied"),
+    "smollm3": _chatml("smollm3"),
     "r1-distill-llama": ChatFamily(
         "llama3-gqa-rope", DEEPSEEK, _DEEPSEEK_MARKERS, ("<｜end▁of▁sentence｜>",), bos=_BOS_R1, front=(_BOS_R1,)
     ),
@@ -160,6 +162,11 @@ FAMILIES: dict[str, ChatFamily] = {
     "mistral-small-3.1": ChatFamily(
         "mistral-seeing", MISTRAL_SMALL, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), ("</s>",),
         front=("<s>",),
+    ),
+    "ministral-3": ChatFamily(
+        "ministral3", MISTRAL_SMALL, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), ("</s>",),
+        front=("<s>",),
+        changes={"rope_parameters": {**_MINISTRAL_ROPE, "original_max_position_embeddings": MAX_POSITIONS}},
     ),
     "mixtral": ChatFamily("mixtral", LLAMA2, (), ("</s>",), front=("<s>",), is_sentencepiece=True),
     "minimax-m2": ChatFamily("minimax-m2", MINIMAX, ("]~!b[", "]~b]", "[e~[", "<think>"), ("[e~[",), bos=""),
@@ -184,6 +191,7 @@ FAMILIES: dict[str, ChatFamily] = {
         )
         for name, variant in (("deepseek-v2-lite", "deepseek-v2-lite"), ("deepseek-r1", "deepseek-v3"))
     },
+    "gemma-7b": ChatFamily("gemma", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
     "gemma-2": ChatFamily("gemma2", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
     "gemma-3-1b": ChatFamily("gemma3", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>",
                              front=("<bos>",)),

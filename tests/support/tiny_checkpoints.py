@@ -17,6 +17,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -33,6 +35,8 @@ from transformers import (
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -53,6 +57,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB_SIZE = 97
@@ -73,6 +79,7 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "ministral3": (Ministral3Config, Ministral3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
@@ -82,6 +89,7 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "chatglm": (GlmConfig, GlmForCausalLM),
     "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek-v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma3-seeing": (Gemma3TextConfig, Gemma3ForCausalLM),
@@ -96,6 +104,7 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM: dict[str, object] = {"head_dim": 8, "pad_token_id": 0}
@@ -164,6 +173,11 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 12, **_rope("yarn", factor=2.0, original_max_position_embeddings=48, mscale=1.0,
+                                 mscale_all_dim=1.0, llama_4_scaling_beta=0.1)},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "qwen2-moe": (
         "qwen2-moe",
@@ -203,6 +217,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "baichuan": ("baichuan", {"num_key_value_heads": 6}),
     "baichuan2-head": ("baichuan", {"num_key_value_heads": 6, "vocab_size": 125_696}),
     "baichuan-alibi": ("baichuan-alibi", {"num_key_value_heads": 6}),
+    "gemma": ("gemma", {"head_dim": 20, "attention_bias": True}),
     "gemma2": (
         "gemma2",
         {"head_dim": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0,
@@ -234,6 +249,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "minimax-m2": ("minimax-m2", {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 24}),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": LAYER_ROPES}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3-windows": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9, "attention_bias": True,
+         "tie_word_embeddings": False, "pad_token_id": 0},
+    ),
     "phi3": ("phi3", {"sliding_window": 9, "pad_token_id": 0}),
     "phi3-longrope": (
         "phi3",

@@ -8,6 +8,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     baichuan,
     chatglm,
     deepseek,
+    gemma,
     gemma2,
     gemma3,
     glm,
@@ -26,6 +27,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
     wrapped,
 )
 from slipstream.nn.models.family import FAMILIES, Family

@@ -1,6 +1,6 @@
 """The text of models that also see: their text_config, and their tensors under a prefix. Images are not served.
 
-Gemma 3 from 4B on and Mistral Small 3.1 and 3.2 are published so.
+Gemma 3 from 4B on, Mistral Small 3.1 and 3.2 and Ministral 3 are published so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def read_gemma3(config: HFConfig) -> DecoderSpec:
 
 
 def read_mistral3(config: HFConfig) -> DecoderSpec:
-    return mistral.read_spec(text_of(config))
+    text = text_of(config)
+    is_ministral3 = text.string("model_type", "mistral") == "ministral3"
+    return mistral.read_ministral3(text) if is_ministral3 else mistral.read_spec(text)
 
 
 for architecture, reader, names in (
