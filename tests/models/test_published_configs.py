@@ -226,6 +226,8 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
         ("Phi-4-mini-instruct", {"original_max_position_embeddings": 4096}),
         ("Olmo-3-1025-7B", {"sliding_window": 4096, "rope_theta": 500_000}),
         ("MiniMax-M2", {"rope_theta": 5e6}),
+        ("GLM-4-9B-0414", {"rms_norm_eps": 1.5625e-7}),
+        ("chatglm3-6b", {"layernorm_epsilon": 1e-5}),
         ("SmolLM3-3B", {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}),
     ],
 )

@@ -26,6 +26,7 @@ NAMES: Names = {
     "final_norm": "transformer.encoder.final_layernorm",
     "lm_head": "transformer.output_layer",
 }
+NORM_EPS = 1e-5
 REQUIRED = {  # what the published models have, of what their code can do
     "rmsnorm": True,
     "post_layer_norm": True,
@@ -52,7 +53,7 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     if not config.boolean("multi_query_attention", False):
         config = config.with_values(multi_query_group_num=config.integer("num_attention_heads"))
     config = config.with_values(rope_theta=DEFAULT_THETA * config.number("rope_ratio", 1.0), tie_word_embeddings=False)
-    return glm.read_spec(config, NAMES)
+    return glm.read_spec(config, NAMES, NORM_EPS)
 
 
 for architecture in ("ChatGLMModel", "ChatGLMForConditionalGeneration"):

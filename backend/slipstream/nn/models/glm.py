@@ -11,19 +11,21 @@ from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Fused, Names
 
-ROTATED_PART = 0.5
+ROTATED_PART, NORM_EPS = 0.5, 1.5625e-7
 GATE_UP = Fused("model.layers.{layer}.mlp.gate_up_proj", ("gate", "up"))
 NAMES = {**LLAMA_NAMES, "gate": GATE_UP, "up": GATE_UP}
 
 
-def read_spec(config: HFConfig, names: Names = NAMES) -> DecoderSpec:
+def read_spec(config: HFConfig, names: Names = NAMES, norm_eps: float = NORM_EPS) -> DecoderSpec:
+    """norm_eps: where the config does not say."""
     bias = config.boolean("attention_bias", True)
 
     def change(attention: AttentionSpec) -> AttentionSpec:
         assert attention.rope is not None
         return replace(attention, rope=replace(attention.rope, is_interleaved=True), qkv_bias=bias)
 
-    return base_spec(config, names=names, rotated_part=ROTATED_PART).map_attention(change)
+    spec = base_spec(config, names=names, rotated_part=ROTATED_PART).map_attention(change)
+    return replace(spec, norm_eps=config.number("rms_norm_eps", norm_eps))
 
 
 FAMILIES.register("GlmForCausalLM")(Family(read_spec, NAMES))
