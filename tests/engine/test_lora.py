@@ -280,6 +280,11 @@ def test_sent_weights_that_do_not_fit(
     [
         ({"config": {"use_dora": True}}, "use_dora=True"),
         ({"config": {"bias": "all"}}, "bias='all'"),
+        (
+            {"config": {"init_lora_weights": "pissa_niter_4"}},
+            "init_lora_weights='pissa_niter_4' of .* PEFT has changed",
+        ),
+        ({"config": {"lora_alpha": 10**400}}, "r and lora_alpha of adapter_config.json must be numbers"),
         ({"config": {"modules_to_save": ["lm_head"]}}, "modules_to_save"),
         ({"config": {"peft_type": "IA3"}}, "peft_type='IA3'"),
         ({"rank": 8}, "has rank 8; accepted: 1 to max_lora_rank=6"),

@@ -41,6 +41,9 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
 }
+# Ways to begin, by which PEFT takes a part out of the base model, again where the adapter is loaded.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,24 @@ def _check_config(config: Mapping[str, object], folder: Path) -> None:
         value = config.get(name)
         if value not in accepted and not (name == "peft_type" and value is None):
             raise ConfigError(FIELD, str(folder), f"{name}={value!r} of {CONFIG_FILE} is not served")
-    if not isinstance(config.get("r", 8), int) or not isinstance(config.get("lora_alpha", 8), int | float):
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE):
+        reason = (
+            "it belongs to a base model that PEFT has changed; accepted: an adapter that PEFT has converted to LoRA"
+        )
+        raise ConfigError(FIELD, str(folder), f"init_lora_weights={start!r} of {CONFIG_FILE}: {reason}")
+    if not isinstance(config.get("r", 8), int) or not _is_number(config.get("lora_alpha", 8)):
         raise ConfigError(FIELD, str(folder), f"r and lora_alpha of {CONFIG_FILE} must be numbers")
     if not _are_patterns(config.get("alpha_pattern") or {}):
         raise ConfigError(FIELD, str(folder), f"alpha_pattern of {CONFIG_FILE} must hold numbers by pattern")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= _LARGEST
+
+
 def _are_patterns(patterns: object) -> bool:
-    if not isinstance(patterns, dict) or not all(isinstance(alpha, int | float) for alpha in patterns.values()):
+    if not isinstance(patterns, dict) or not all(_is_number(alpha) for alpha in patterns.values()):
         return False
     try:
         return all(re.compile(pattern) for pattern in patterns)
