@@ -17,9 +17,10 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.load import load_model
+from slipstream.nn.load import load_model, resolve_dtype
 from slipstream.nn.models.family import LLAMA_NAMES
-from tiny_checkpoints import MAX_POSITIONS, TinyCheckpoint, make_checkpoint, relative_error
+from slipstream.nn.spec import read_spec
+from tiny_checkpoints import MAX_POSITIONS, TinyCheckpoint, make_checkpoint, make_model, relative_error
 from transformers import LlamaForCausalLM
 
 PROMPT = [5, 17, 3, 90, 44, 44, 2, 61]
@@ -72,6 +73,35 @@ def test_bf16_checkpoint_loads_into_any_dtype(checkpoint: TinyCheckpoint, folder
     assert decoder.context.dtype == torch.float32  # "auto" on a CPU
     assert relative_error(logits(decoder), checkpoint.logits(PROMPT)) < 0.05
     assert load(folder, dtype="bfloat16").embedding.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_dtype_that_no_config_states_is_the_stored_one(stored: torch.dtype, is_sharded: bool, tmp_path: Path) -> None:
+    """It was float32, and so twice the memory on a GPU. Biases of routers may be of a wider type than the model."""
+    model = make_model("glm4-moe").to(stored)
+    model.save_pretrained(tmp_path, max_shard_size="60KB" if is_sharded else "1GB")
+    edit_config(tmp_path, dtype=..., torch_dtype=...)
+    if not is_sharded:
+        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+        edit_tensors(tmp_path, lambda tensors: tensors.update({bias: tensors[bias].float()}))
+    assert resolve_dtype("auto", read_spec(tmp_path), torch.device("cuda")) == stored
+    edit_config(tmp_path, torch_dtype="float16")
+    assert read_spec(tmp_path).dtype == torch.float16
+
+
+def test_a_dtype_is_read_of_text_within_a_whole_and_of_no_weights(tmp_path: Path) -> None:
+    make_checkpoint("mistral-seeing", tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    plain = {key: value for key, value in text.items() if key not in ("dtype", "torch_dtype")}
+    edit_config(tmp_path, dtype=..., torch_dtype=..., text_config=plain)
+    assert read_spec(tmp_path).dtype == torch.bfloat16
+    edit_config(tmp_path, text_config={**plain, "dtype": "float16"})
+    assert read_spec(tmp_path).dtype == torch.float16
+    edit_config(tmp_path, text_config=plain)
+    (tmp_path / "model.safetensors").unlink()
+    assert read_spec(tmp_path).dtype == torch.float32  # as Hugging Face says of a config alone
 
 
 def test_transformers_4_spelling_of_rope_and_dtype(checkpoint: TinyCheckpoint, folder: Path) -> None:

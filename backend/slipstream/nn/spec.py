@@ -121,7 +121,8 @@ class DecoderSpec:
 
 
 def read_spec(checkpoint_dir: str | Path, rope_scaling: str = "") -> DecoderSpec:
-    """The spec of a checkpoint folder in Hugging Face layout. Reads config.json and generation_config.json only.
+    """The spec of a checkpoint folder in Hugging Face layout. Reads config.json and generation_config.json, and the
+    header of one weight file if config.json states no dtype.
 
     rope_scaling: JSON, instead of the checkpoint's; "" = the checkpoint's.
     Raises ConfigError for a folder without a readable config.json, an unsupported architecture (listing the supported
@@ -131,9 +132,14 @@ def read_spec(checkpoint_dir: str | Path, rope_scaling: str = "") -> DecoderSpec
     from slipstream.nn.models import family_of
     from slipstream.nn.models.rope_scaling import read_scaled_spec
     from slipstream.nn.spec_refusals import check_served
+    from slipstream.nn.stored_dtype import states_dtype, stored_dtype
 
-    config = HFConfig.read(Path(checkpoint_dir))
-    read = family_of(config).read_spec
+    folder = Path(checkpoint_dir)
+    config = HFConfig.read(folder)
+    family = family_of(config)
+    read = family.read_spec
     spec = read_scaled_spec(read, config, rope_scaling) if rope_scaling else read(config)
     check_served(spec)
-    return spec
+    if states_dtype(config):
+        return spec
+    return replace(spec, dtype=stored_dtype(folder, family, spec) or spec.dtype)

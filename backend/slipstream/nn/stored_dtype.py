@@ -1,0 +1,46 @@
+"""The dtype of a checkpoint whose config.json states none, from the header of one of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slipstream.nn.hf_config import HFConfig, read_json
+from slipstream.nn.models.family import Family
+from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import tensor_name
+from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, read_headers
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def states_dtype(config: HFConfig) -> bool:
+    """Whether config.json says the dtype, of the whole or of the text model within it."""
+    places = (config, config.section("text_config"))
+    return any(place is not None and (place.has("dtype") or place.has("torch_dtype")) for place in places)
+
+
+def stored_dtype(checkpoint_dir: Path, family: Family, spec: DecoderSpec) -> torch.dtype | None:
+    """That of the embedding, which no format quantises; scales and the biases of routers may be of a wider one.
+
+    None if the folder has no such tensor: a load says so, unless weights are dummies.
+    Raises ConfigError for a file that is not whole.
+    """
+    embedding = f"{tensor_name(family.names_of(spec), 'embedding', 0)}.weight"
+    file = _file_of(checkpoint_dir, family, embedding)
+    if file is None or not file.is_file():
+        return None
+    headers = {family.read_as(name): header for name, header in read_headers([file]).items()}
+    return DTYPES.get(headers[embedding].dtype) if embedding in headers else None
+
+
+def _file_of(checkpoint_dir: Path, family: Family, tensor: str) -> Path | None:
+    index = checkpoint_dir / INDEX_FILE
+    if not index.exists():
+        return checkpoint_dir / SINGLE_FILE
+    weight_map = read_json(index).get("weight_map")
+    files = weight_map if isinstance(weight_map, dict) else {}
+    name = next((file for stored, file in files.items() if family.read_as(stored) == tensor), None)
+    # a file beyond the folder is refused by a load
+    return checkpoint_dir / name if isinstance(name, str) and Path(name).name == name else None
