@@ -220,7 +220,7 @@ def test_chat_uses_the_template(llm: LLM) -> None:
         ([[]], "^messages: got an empty conversation"),
         ([{"content": "a"}], r"^messages\[0\]: is no message"),
         ([{"role": "user"}], r"^messages\[0\].content: is missing"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"^messages\[0\].content\[0\]: got image_url"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"^messages\[0\].content\[0\]: got type 'image_url'"),
     ],
 )
 def test_other_forms_of_chats_are_refused_by_name(llm: LLM, messages: object, words: str) -> None:

@@ -41,7 +41,8 @@ def engines(server: TritonServer) -> set[int]:
 def own_threads(server: TritonServer) -> Counter[str]:
     """The threads that the backend has for its engines, by name."""
     names = thread_names(server.pid)
-    return Counter(name for name in names if name.startswith("slip-") and name != "slip-reloader")
+    of_server = {"slip-reloader", "slip-exit"}
+    return Counter(name for name in names if name.startswith("slip-") and name not in of_server)
 
 
 def ask(server: TritonServer, stream: GrpcStream) -> None:
