@@ -12,8 +12,8 @@ from slipstream_kernels.select import require_float, require_shape, select, sele
 
 OP = "attention.latent_attention"
 # "auto" leaves these rows (tokens x heads) over such contexts to Triton-lang: measured on one H200, one token of 16
-# heads takes it 27 us over 8k (CUDA 33), 161 over 128k (90). Other calls take CUDA 0.4 to 1.15 times as long, and those
-# of FP8 rows 0.26 to 0.82 times, these few too.
+# heads takes it 22 us over 8k (CUDA 27), 113 over 128k (75). Other calls take CUDA 0.4 to 1.1 times as long, and those
+# of FP8 rows 0.2 to 0.7 times, these few too.
 FEW_ROWS, SHORT_SEQ_LEN = 16, 1 << 15
 
 
