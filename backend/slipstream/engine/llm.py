@@ -294,11 +294,13 @@ class _Pending:
 
 def _load(config: EngineConfig, thread: OwnThread) -> Engine:
     """An engine of several ranks, whose calls are the thread's, which ends if this raises."""
-    ranks = Ranks(config.parallel, end_load=thread.give_up)
+    ranks = None
     try:
+        ranks = Ranks(config.parallel, end_load=thread.give_up)
         return thread.run(lambda: Engine(config, ranks=ranks))
     except BaseException:  # also of a signal here, after which the load shall not go on
-        ranks.kill()
+        if ranks is not None:
+            ranks.kill()
         thread.close(lambda: None, 0.0)
         raise
 

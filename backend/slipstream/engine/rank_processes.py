@@ -165,7 +165,12 @@ class RankProcesses:
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(num_local, started), name="ranks", daemon=True)
         self._thread.start()
-        started.result()
+        try:
+            started.result()
+        except BaseException:  # also of a signal meanwhile
+            started.exception()  # waits: after this no process begins
+            self.close()
+            raise
 
     def watch(self, look: Callable[[], bool]) -> None:
         """From now on have the thread call `look` twice a second, and at once when a process has ended, until it says
@@ -195,7 +200,6 @@ class RankProcesses:
                 if rank.end is not None:
                     ends.append(rank.end)
         except BaseException as error:
-            self.close()  # so that nothing is watched below
             started.set_exception(error)
         else:
             started.set_result(None)
