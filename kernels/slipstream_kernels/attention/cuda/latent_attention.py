@@ -169,10 +169,12 @@ def workspace(device: torch.device, num_ctas: int) -> Workspace:
     )
 
 
-def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[LatentParams, torch.Tensor]:
-    """The kernels' arguments, and the tensor of this call alone, which must be kept until the launch."""
+def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[LatentParams, torch.Tensor | None]:
+    """The kernels' arguments, and the second one's tensor of this call alone, which must be kept until the launch."""
     num_tokens, num_heads, _ = call.q.shape
-    plan = torch.empty(num_tokens * num_heads * 2, dtype=torch.int32, device=call.q.device)
+    plan = None
+    if not schedule.is_joined:
+        plan = torch.empty(num_tokens * num_heads * 2, dtype=torch.int32, device=call.q.device)
     tensors = {
         "q": call.q, "latent_cache": call.rows, "out": call.out, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "tree_mask": call.tree_mask,

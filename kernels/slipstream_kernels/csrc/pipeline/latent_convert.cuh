@@ -14,13 +14,7 @@ namespace slipstream {
 
 constexpr int kPartRead = 7;   // named barrier
 
-struct LatentConverter {
-  using Shape = LatentShape;
-  static constexpr int kThreads = 128;
-  static constexpr int kLanes = Shape::kScaleColumns / 16;   // threads of a row, 16 columns each
-  static constexpr int kRounds = Shape::kKeys * kLanes / kThreads;
-  static constexpr int kRowStep = kThreads / kLanes;
-
+struct LatentConverter : WidenedPart {
   LatentMemory memory;
 
   // Follows the threads that load, tile by tile in the order of both.

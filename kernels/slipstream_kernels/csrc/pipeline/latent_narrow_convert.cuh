@@ -9,12 +9,7 @@
 namespace slipstream {
 
 template <int C>
-struct NarrowConverter {
-  using Shape = LatentShape;
-  static constexpr int kLanes = Shape::kScaleColumns / 16;   // threads of a row, 16 columns each
-  static constexpr int kRowStep = 128 / kLanes;
-  static constexpr int kRounds = Shape::kKeys / kRowStep;
-
+struct NarrowConverter : WidenedPart {
   const NarrowMemory& memory;
 
   // Follows the threads that load, tile by tile.
@@ -49,7 +44,7 @@ struct NarrowConverter {
 
   __device__ __forceinline__ void convert(int part, int stage, uint32_t parity, uint32_t tile_scales, int w,
                                           uint32_t ring_parity) const {
-    const int thread = threadIdx.x % 128, first_row = thread / kLanes, column = thread % kLanes;
+    const int thread = threadIdx.x % kThreads, first_row = thread / kLanes, column = thread % kLanes;
     wait_barrier(memory.raw_filled(stage), parity);
     uint4 words[kRounds];
     float scales[kRounds];

@@ -52,8 +52,8 @@ __device__ __forceinline__ void run_latent_attention(const LatentParams& p, cons
   } else if (warpgroup >= 3) {
     lower_registers<Shape::kConvertRegisters>();
     if constexpr (Shape::kConverters > 0) {
-      if (warpgroup == 3) LatentWidener<0>{memory}.run(walk);
-      else if constexpr (Shape::kConverters > 1) LatentWidener<1>{memory}.run(walk);
+      if (warpgroup == 3) LatentWidener<0>{{}, memory}.run(walk);
+      else if constexpr (Shape::kConverters > 1) LatentWidener<1>{{}, memory}.run(walk);
     }
   } else {
     raise_registers<Shape::kRegisters>();
