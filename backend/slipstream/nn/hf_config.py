@@ -14,6 +14,7 @@ from typing import cast
 from slipstream.core.errors import ConfigError
 
 QUANTIZATION = "quantization_config"
+DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 | 4
 LARGEST_INTEGER, LARGEST_NUMBER = (1 << 31) - 1, 1e30  # what int32 and float32 hold, with room for products
 MODELOPT_FILE = "hf_quant_config.json"  # older ModelOpt checkpoints have it instead of quantization_config
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.nn.hf_config import HFConfig, read_json
+from slipstream.nn.hf_config import DTYPE_KEYS, HFConfig, read_json
 from slipstream.nn.models.family import Family
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import tensor_name
@@ -18,7 +18,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def states_dtype(config: HFConfig) -> bool:
     """Whether config.json says the dtype, of the whole or of the text model within it."""
     places = (config, config.section("text_config"))
-    return any(place is not None and (place.has("dtype") or place.has("torch_dtype")) for place in places)
+    return any(place is not None and any(map(place.has, DTYPE_KEYS)) for place in places)
 
 
 def stored_dtype(checkpoint_dir: Path, family: Family, spec: DecoderSpec) -> torch.dtype | None:

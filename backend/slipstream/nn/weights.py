@@ -41,8 +41,9 @@ class TensorHeader:
 def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
     """Load the decoder from the folder's safetensors. Raises as `check_checkpoint`, before any tensor is read, and for
     a head that differs from the embedding that it is tied to."""
-    slots, headers = check_checkpoint(decoder, checkpoint_dir)
-    _check_tied_head(decoder, checkpoint_dir)
+    stored = _stored_headers(decoder, checkpoint_dir)
+    slots, headers = _check_stored(decoder, stored, checkpoint_dir)
+    _check_tied_head(decoder, stored)
     if decoder.context.parallel.num_stages > 1:
         names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
         elsewhere = decoder.weight_slots(names).keys() - decoder.own_slots(names).keys()
@@ -58,11 +59,21 @@ def check_checkpoint(
     Raises ConfigError naming the file (missing, truncated, not safetensors) or the tensors (missing, unexpected, wrong
     shape or type).
     """
+    return _check_stored(decoder, _stored_headers(decoder, checkpoint_dir), checkpoint_dir)
+
+
+def _stored_headers(decoder: Decoder, checkpoint_dir: Path) -> dict[str, TensorHeader]:
+    """Of all tensors, by the names that the family reads them as."""
+    family = FAMILIES.get(decoder.spec.architecture)
+    return {family.read_as(name): header for name, header in read_headers(checkpoint_files(checkpoint_dir)).items()}
+
+
+def _check_stored(
+    decoder: Decoder, headers: Mapping[str, TensorHeader], checkpoint_dir: Path
+) -> tuple[Mapping[str, WeightSlot], Mapping[str, TensorHeader]]:
     family = FAMILIES.get(decoder.spec.architecture)
     names = family.names_of(decoder.spec)
     slots = decoder.weight_slots(names)
-    stored = read_headers(checkpoint_files(checkpoint_dir))
-    headers = {family.read_as(name): header for name, header in stored.items()}
     attentions = [layer.attention for layer in decoder.layers]
     slots |= kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
     ignored = family.ignored_suffixes
@@ -80,16 +91,14 @@ def check_checkpoint(
     return slots, headers
 
 
-def _check_tied_head(decoder: Decoder, checkpoint_dir: Path) -> None:
+def _check_tied_head(decoder: Decoder, headers: Mapping[str, TensorHeader]) -> None:
     """Raise ConfigError if a head is stored that is not the embedding, though config.json ties both.
 
     Hugging Face multiplies with such a head (transformers 5) or passes over it (4): the owner must say which is meant.
     """
-    family = FAMILIES.get(decoder.spec.architecture)
     if not decoder.spec.tie_word_embeddings:
         return
-    headers = {family.read_as(name): header for name, header in read_headers(checkpoint_files(checkpoint_dir)).items()}
-    names = family.names_of(decoder.spec)
+    names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
     head, table = (headers.get(f"{tensor_name(names, part, 0)}.weight") for part in ("lm_head", "embedding"))
     if head is None or table is None or _are_equal(head, table):
         return

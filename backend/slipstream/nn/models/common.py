@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.hf_config import DTYPE_KEYS, HFConfig
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear_modules
@@ -101,5 +101,5 @@ def windows_by_type(config: HFConfig, num_layers: int, is_sliding: Callable[[int
 
 
 def _checkpoint_dtype(config: HFConfig) -> torch.dtype:
-    key = "dtype" if config.has("dtype") else "torch_dtype"  # transformers 5 | 4
+    key = next((key for key in DTYPE_KEYS if config.has(key)), DTYPE_KEYS[0])
     return DTYPES[config.choice(key, tuple(DTYPES), "float32")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.nn.hf_config import QUANTIZATION, HFConfig
+from slipstream.nn.hf_config import DTYPE_KEYS, QUANTIZATION, HFConfig
 from slipstream.nn.models import gemma3, mistral
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
@@ -20,7 +20,7 @@ PREFIXES = (
 OTHER_PARTS = tuple(
     f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
 )
-OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", QUANTIZATION)
+OF_THE_WHOLE = ("architectures", *DTYPE_KEYS, "eos_token_id", "bos_token_id", QUANTIZATION)
 GEMMA3_DEFAULTS = {  # what Gemma's text_config leaves out: those of transformers' Gemma3TextConfig
     "vocab_size": 262_208,
     "num_attention_heads": 8,
