@@ -11,10 +11,9 @@ from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
 from slipstream.core.chat_messages import for_template
-from slipstream.core.errors import RequestError
 from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import ApiError, refused
 from slipstream.server.gateway import (
     Gateway,
     check_time_out,
@@ -144,10 +143,8 @@ def check_content(message: Message, index: int) -> None:
 def templated(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it, with content. Raises ApiError."""
     check_content(message, index)
-    try:
+    with refused():
         body = for_template(message.model_dump(exclude_none=True), f"messages[{index}]")
-    except RequestError as error:
-        raise ApiError(400, str(error), param=error.field) from None
     body.setdefault("content", "")
     return body
 

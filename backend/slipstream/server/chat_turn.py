@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.core.chat_messages import text_of_parts
-from slipstream.core.errors import RequestError
 from slipstream.server.catalog import Model
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import ApiError, refused
 from slipstream.server.generation import Response
 from slipstream.server.sampling import PASSED_NAMES
 from slipstream.server.schemas import ChatRequest, TurnRequest
@@ -41,10 +40,8 @@ def chat_request(request: TurnRequest, **fields: Any) -> ChatRequest:
 
 def text_of(parts: str | Sequence[Mapping[str, Any]], kinds: Sequence[str], where: str) -> str:
     """The text of a message's parts. Raises ApiError for a part of another kind than these."""
-    try:
+    with refused(where):
         return text_of_parts(parts, kinds, where)
-    except RequestError as error:
-        raise ApiError(400, str(error), param=where) from None
 
 
 class ChatReader:

@@ -7,6 +7,8 @@ One table maps Triton's codes on HTTP's. No state; any thread.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -76,6 +78,15 @@ def error_body(
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {**told, "type": kind}}
+
+
+@contextmanager
+def refused(param: str | None = None) -> Iterator[None]:
+    """A RequestError of what is done within becomes ApiError 400. param: of its answer; None: the error's own field."""
+    try:
+        yield
+    except RequestError as error:
+        raise ApiError(400, str(error), param=error.field if param is None else param) from None
 
 
 def model_not_found(name: str, known: list[str]) -> ApiError:

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from slipstream.core.chat_messages import text_of_part
-from slipstream.core.errors import RequestError
 from slipstream.server.chat_turn import chat_request, text_of
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import ApiError, refused
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest, MessageToolChoice, Turn
 from slipstream.server.schemas import ChatRequest
 
@@ -91,17 +90,11 @@ def _add(messages: list[dict[str, Any]], turn: Turn, where: str) -> None:
             content = text_of(result if isinstance(result, str) else _blocks(result, at), _TEXT, f"{at}.content")
             messages.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content})
         elif kind not in _SKIPPED:
-            texts.append(_text(block, at, where))
+            with refused(where):
+                texts.append(text_of_part(block, _TEXT, at))
     if texts or calls or not turn.content:
         message: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
         messages.append({**message, "tool_calls": calls} if calls else message)
-
-
-def _text(block: dict[str, Any], where: str, param: str) -> str:
-    try:
-        return text_of_part(block, _TEXT, where)
-    except RequestError as error:
-        raise ApiError(400, str(error), param=param) from None
 
 
 def _blocks(value: Any, where: str) -> list[dict[str, Any]]:
