@@ -48,10 +48,10 @@ def triton(checkpoints: list[dict[str, str]]) -> Iterator[FakeTriton]:
         yield running
 
 
-def shown(model: Model) -> tuple[str, int, int, int]:
+def shown(model: Model) -> tuple[str, list[int], int, int]:
     assert model.template is not None
     text = model.template.render([{"role": "user", "content": "Grüße"}])
-    return text, len(model.tokenizer.loaded().encode(text, False)), model.max_model_len, model.default_max_tokens
+    return text, list(model.tokenizer.loaded().encode(text, False)), model.max_model_len, model.default_max_tokens
 
 
 def prompt_of(running: GatewayProcess, model: str) -> tuple[list[int], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -40,8 +41,11 @@ def sentencepiece() -> Tokenizer:
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=None, fuse_unk=False))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    # Given whole: the trainer would choose among characters that are equally frequent by the order of a hash table.
+    counts = Counter("".join(TEXTS).replace(" ", "▁"))
+    alphabet = sorted(counts, key=lambda character: (-counts[character], character))[:90]
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=[*SPECIAL, *bytes_], initial_alphabet=list("▁abcdefghij"), limit_alphabet=90,
+        vocab_size=420, special_tokens=[*SPECIAL, *bytes_], initial_alphabet=alphabet, limit_alphabet=len(alphabet),
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(TEXTS, trainer)
