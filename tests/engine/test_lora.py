@@ -20,7 +20,7 @@ from slipstream.core.adapters import SentAdapter
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
-from slipstream.core.kv_cache import salted_key
+from slipstream.core.prefix import salted_key
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
 from slipstream.engine.validate import validate

@@ -52,6 +52,7 @@ class FakeLLM:
         self.flights: list[tuple[ScheduledStep, list[list[int]]]] = []  # computed, not committed
         cache = scheduler.cache
         self._slots = [[(0, 0)] * cache.block_size for _ in range(cache.num_blocks)]
+        self._host_slots = [list(self._slots[0]) for _ in range(cache.host.num_blocks if cache.host else 0)]
         self._next_layer: int | None = None  # of a chunk that takes several steps
         self.steps: list[ScheduledStep] = []
         self.emitted: dict[int, list[int]] = {}  # sequence_id -> token ids of its StepOutputs
@@ -60,6 +61,10 @@ class FakeLLM:
     def step(self) -> list[StepOutput]:
         step = self.scheduler.schedule()
         self.steps.append(step)
+        for block, host_block in step.copies.stores:
+            self._host_slots[host_block] = list(self._slots[block])
+        for block, host_block in step.copies.loads:
+            self._slots[block] = list(self._host_slots[host_block])
         if step.layered is not None:
             self._run_layers(step.layered)
         if step.requests:
@@ -162,9 +167,12 @@ def make_llm(
     caching: bool = True,
     groups: KVGroups = ONE_GROUP,
     attention_parity: float = math.inf,
+    num_host_blocks: int = 0,
+    most_loads: float = math.inf,
     **config: object,
 ) -> FakeLLM:
-    cache, scheduling = KVCacheManager(num_blocks, SIZE, caching, groups=groups), SchedulerConfig(**config)  # type: ignore[arg-type]
+    cache = KVCacheManager(num_blocks, SIZE, caching, num_host_blocks, groups, most_loads=most_loads)
+    scheduling = SchedulerConfig(**config)  # type: ignore[arg-type]
     budget = PrefillBudget.of(scheduling, attention_parity)
     return FakeLLM(Scheduler(scheduling, cache, max_model_len, prefill_budget=budget))
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 
 import pytest
+from fake_llm import FakeLLM, continuation, make_llm, make_request
 from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.kv_cache import KVCacheManager
-from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.layered_prefill import LayeredChunk
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 SIZE = 4
 
 
-def make_request(tokens: list[int]) -> Request:
-    return Request(list(tokens), SamplingParams())
+def step_of(requests: list[tuple[Request, int]]) -> ScheduledStep:
+    """One that computes each request's tokens after its cached ones."""
+    return ScheduledStep.of([ScheduledRequest(one, cached, one.num_tokens - cached, True) for one, cached in requests])
 
 
 class Memory:
@@ -27,7 +32,7 @@ class Memory:
 
     def run(self, requests: list[tuple[Request, int]]) -> None:
         """One step that computes each request's tokens after its cached ones."""
-        copies = self.cache.take_copies()
+        copies = self.cache.take_copies(step_of(requests))
         for block, host_block in copies.stores:
             self.host[host_block] = self.device[block]
         for block, host_block in copies.loads:
@@ -68,24 +73,114 @@ def test_without_host_blocks_it_is_computed_again() -> None:
     for _ in range(2):
         assert memory.serve(list(range(13))) == 0
         assert memory.serve(list(range(100, 113))) == 0
-    assert not cache.take_copies()
+    assert not cache.take_copies(ScheduledStep())
 
 
 def test_a_full_host_gives_up_its_oldest_content_but_nothing_that_is_being_loaded() -> None:
     host = HostCache(2)
     host.store(b"a", 0)
     host.store(b"b", 1)
-    block = host.reserve(b"a")
-    host.store(b"c", 2)  # b gives way, though a is... not older: reserve has used it
-    assert host.find(b"b") is None and host.find(b"a") == block
-    host.reserve(b"c")
+    first = host.reserve(b"a")
+    host.load(first, 7)
+    host.store(b"c", 2)  # b gives way: a is older, but being loaded
+    assert host.find(b"b") is None and host.find(b"a") == first
+    second = host.reserve(b"c")
+    host.load(second, 8)
     host.store(b"d", 3)  # both are being loaded: d is lost
     assert host.find(b"d") is None
-    host.load(block, 7)
-    assert host.take_copies() == BlockCopies([(0, 0), (1, 1), (2, 1)], [(7, block)])
+    host.allow_more(2)
+    # of b nothing is stored any more; what is loaded was not in host memory yet
+    assert host.take_copies([0, 1, 3]) == BlockCopies([(0, first), (2, second)], [(7, first), (8, second)])
     host.store(b"d", 3)
-    assert host.find(b"d") is not None
+    assert host.find(b"d") is not None and host.find(b"a") is None
     host.check()
+
+
+def test_what_is_evicted_is_stored_when_its_block_is_written() -> None:
+    host = HostCache(8)
+    for block in range(5):
+        host.store(bytes([block]), block)
+    assert host.num_used_blocks == 5 and host.num_stored == 0
+    assert [block for block, _ in host.take_copies([1, 6, 3]).stores] == [1, 3]
+    assert not host.take_copies([1, 3]) and host.awaits_store([9, 4]) and not host.awaits_store([1, 3])
+    # its content has not come when it is evicted again, so there is nothing to store
+    host.load(host.reserve(b"\x01"), 9)
+    host.store(b"\x01", 9)
+    assert not host.take_copies([9]) and not host.has_loads
+    host.check()
+
+
+def test_a_full_host_in_use_costs_nothing_to_look_through() -> None:
+    """Twenty thousand evictions beside ten thousand blocks that loads read."""
+    host = HostCache(20_000)
+    for block in range(20_000):
+        host.store(block.to_bytes(4, "big"), block)
+    for block in range(10_000):
+        host.load(host.reserve(block.to_bytes(4, "big")), 20_000 + block)
+    start = time.thread_time()
+    for block in range(20_000, 40_000):
+        host.store(block.to_bytes(4, "big"), 10_000 + block)
+    assert time.thread_time() - start < 1.0, "looking through the blocks that are read takes 4 s"
+    assert host.num_used_blocks == 20_000
+
+
+def decode_and_prompts(most_loads: float) -> tuple[FakeLLM, list[Request]]:
+    """A stream beside two prompts whose prefixes of 12 and 10 blocks are in host memory."""
+    llm = make_llm(40, num_host_blocks=100, most_loads=most_loads, max_num_batched_tokens=100)
+    prompts = [[first, *range(length)] for first, length in ((500, 48), (600, 40))]
+    for prompt in [*prompts, list(range(200, 355))]:  # the last one pushes the others out
+        llm.scheduler.add(make_request(prompt, 1))
+        llm.run()
+    stream = make_request([7] * 5, 60)
+    llm.scheduler.add(stream)
+    llm.step()
+    requests = [make_request(prompt, 4) for prompt in prompts]
+    for request in requests:
+        llm.scheduler.add(request)
+    return llm, [stream, *requests]
+
+
+@pytest.mark.parametrize("most_loads", [1, 3, math.inf])
+def test_streams_do_not_wait_for_more_loads_than_a_step_may_make(most_loads: float) -> None:
+    """Their tokens come in every step, and prefixes in the order of their requests."""
+    llm, (stream, first, second) = decode_and_prompts(most_loads)
+    for _ in range(30):
+        llm.step()
+        assert stream in llm.steps[-1].requests
+    steps = llm.steps[-30:]
+    loads = [len(step.copies.loads) for step in steps]
+    assert sum(loads) == 22 and max(loads) == min(most_loads, 22)
+    began = [next(number for number, step in enumerate(steps) if one in step.requests) for one in (first, second)]
+    assert began == [math.ceil(num_blocks / most_loads) - 1 if most_loads < math.inf else 0 for num_blocks in (12, 22)]
+    for one in (first, second):
+        assert one.output_token_ids == continuation(one.prompt_token_ids, 4)
+        assert one.num_cached_tokens == one.num_prompt_tokens - 1
+
+
+def test_nobody_else_keeps_a_prefix_waiting() -> None:
+    llm, (stream, first, second) = decode_and_prompts(2)
+    llm.step()
+    assert first.awaits_loads and second.awaits_loads
+    llm.take([output for output in [llm.scheduler.finish(stream, FinishReason.CANCELLED)] if output])
+    llm.step()
+    assert not first.awaits_loads and first.num_output_tokens == 1 and second.awaits_loads
+    llm.step()  # beside a stream again
+    assert len(llm.steps[-1].copies.loads) <= 2
+    llm.run()
+    assert second.output_token_ids == continuation(second.prompt_token_ids, 4)
+
+
+def test_a_request_that_shares_what_is_on_its_way_waits_for_it_too() -> None:
+    llm, (_, first, _) = decode_and_prompts(2)
+    llm.step()
+    other = make_request([*first.prompt_token_ids, 1, 2, 3], 4)
+    llm.scheduler.add(other, now=0.0)
+    llm.step()
+    assert other.num_cached_tokens == 48 and other.awaits_loads
+    output = llm.scheduler.finish(first, FinishReason.CANCELLED)  # what it has queued still comes
+    assert output is not None
+    llm.run()
+    assert other.output_token_ids == continuation(other.prompt_token_ids, 4)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,3 +211,10 @@ def test_random_traffic_never_reads_a_wrong_block(seed: int) -> None:
         cache.host.check()
         assert cache.num_used_blocks == 0
     assert num_cached > 0
+
+
+def test_a_chunk_that_goes_through_the_layers_by_itself_writes_its_blocks() -> None:
+    request = make_request(20)
+    request.block_ids = [3, 1, 4, 5, 9]
+    step = ScheduledStep(layered=LayeredChunk(request, first_token=4, num_tokens=6, first_layer=0, end_layer=1))
+    assert list(step.written_blocks(SIZE)) == [1, 4]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.core.kv_cache import KVCacheManager, hash_block, hash_root
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.prefix import hash_block, hash_root
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 

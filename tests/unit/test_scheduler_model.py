@@ -7,6 +7,7 @@ hit = miss, chunked = whole, batch = single, speculation = plain and scheduled a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from fake_llm import FakeLLM, check_blocks, continuation
@@ -43,6 +44,8 @@ class Setting:
     num_ahead: int
     num_microbatches: int
     kinds: tuple[int, int, int] = (1, 0, 0)  # full groups, windowed groups, tokens that these keep
+    num_host_blocks: int = 0
+    most_loads: float = math.inf
 
 
 SETTINGS = st.builds(
@@ -65,6 +68,13 @@ GROUPED_SETTINGS = st.builds(
     SETTINGS,
     num_blocks=st.integers(12, 60),
     kinds=st.sampled_from([(1, 1, 0), (1, 1, 3), (1, 1, 8), (1, 3, 5), (2, 1, 4)]),
+)
+HOSTED_SETTINGS = st.builds(
+    replace,
+    SETTINGS,
+    is_caching=st.just(True),
+    num_host_blocks=st.integers(1, 60),
+    most_loads=st.sampled_from([1, 2, 5, math.inf]),
 )
 # a piece of the common prompt, perhaps with a tail of its own: many prefixes are shared, some to the last token
 PROMPTS = st.builds(
@@ -99,7 +109,9 @@ class SchedulerWalk(RuleBasedStateMachine):
             enable_chunked_prefill=setting.is_chunked,
         )
         groups = KVGroups(*setting.kinds, max_step_tokens=min(setting.budget, MAX_MODEL_LEN))
-        cache = KVCacheManager(setting.num_blocks, setting.block_size, setting.is_caching, groups=groups)
+        sizes = setting.num_blocks, setting.block_size
+        most_loads = setting.most_loads if setting.is_chunked else math.inf
+        cache = KVCacheManager(*sizes, setting.is_caching, setting.num_host_blocks, groups, most_loads=most_loads)
         self.config = config
         self.scheduler = Scheduler(config, cache, MAX_MODEL_LEN)
         num_drafts = setting.num_drafts if setting.num_microbatches == 1 else 0
@@ -196,6 +208,8 @@ class SchedulerWalk(RuleBasedStateMachine):
     @invariant()
     def check_state(self) -> None:
         check_blocks(self.scheduler)
+        if self.scheduler.cache.host is not None:
+            self.scheduler.cache.host.check()
         live = list(self.scheduler.live_requests)
         assert sorted(r.sequence_id for r in live) == [r.sequence_id for r in self.requests if not r.is_finished]
         assert self.scheduler.num_running <= self.config.max_num_seqs
@@ -243,7 +257,27 @@ class GroupedWalk(SchedulerWalk):
         self.start_with(setting)
 
 
+class HostedWalk(SchedulerWalk):
+    """The same with host memory behind the pool, of which a step with other requests may load a few blocks."""
+
+    @initialize(setting=HOSTED_SETTINGS)
+    def start(self, setting: Setting) -> None:
+        self.start_with(setting)
+
+    def check_step(self, had_work: bool) -> None:
+        super().check_step(had_work)
+        step = self.llm.steps[-1]
+        targets = [block for block, _ in step.copies.loads]
+        assert len(set(targets)) == len(targets), "two loads to one block"
+        host_blocks = [block for _, block in step.copies.stores]
+        assert len(set(host_blocks)) == len(host_blocks), "two stores to one block"
+        held = {request.sequence_id for request in step.requests if request.awaits_loads}
+        assert not held, "a request computes before its prefix has come"
+
+
 TestSchedulerWalk = SchedulerWalk.TestCase
 TestSchedulerWalk.settings = settings(max_examples=150, stateful_step_count=40)
 TestGroupedWalk = GroupedWalk.TestCase
 TestGroupedWalk.settings = settings(max_examples=150, stateful_step_count=40)
+TestHostedWalk = HostedWalk.TestCase
+TestHostedWalk.settings = settings(max_examples=150, stateful_step_count=40)

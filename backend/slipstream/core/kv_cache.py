@@ -1,53 +1,24 @@
 """Maps requests to KV blocks: block tables, the hash-chained prefix cache, admission arithmetic.
 
 Engine thread only. Handles block numbers; the tensors belong to worker/model_runner.py.
-A block's hash covers its tokens and its parent's hash, so equal hashes mean equal prefixes.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from operator import attrgetter
 
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.host_cache import BlockCopies, HostCache
+from slipstream.core.host_loads import HostLoads
 from slipstream.core.kv_events import DEVICE, AllCleared, BlockRemoved, BlockStored, KVEventSink
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
+from slipstream.core.prefix import FoundBlock, blocks_on_device, hash_block, hash_root
 from slipstream.core.request import Request
+from slipstream.core.step import ScheduledStep
 from slipstream.core.window_blocks import WindowBlocks, group_hash
-
-_HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of a full block after `parent` (the previous block's hash, or `hash_root`). Stable across processes."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=_HASH_BYTES).digest()
-
-
-def salted_key(salt: str) -> bytes:
-    """What begins the prefix_key of a client's request: of one length, so that no salt spells what comes behind it."""
-    return hashlib.blake2b(salt.encode(), person=b"slipstream salt", digest_size=_HASH_BYTES).digest() if salt else b""
-
-
-def hash_root(prefix_key: bytes) -> bytes:
-    """The parent hash of a first block. prefix_key: see Request."""
-    return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
-
-
-class FoundBlock(NamedTuple):
-    """A cached full block of a request's prefix. device_block None: in host memory only.
-
-    others, window: the same tokens' blocks of further full groups and of windowed groups, none where a window has
-    passed.
-    """
-
-    block_hash: bytes
-    device_block: int | None
-    others: tuple[int, ...] = ()
-    window: tuple[int, ...] = ()
 
 
 class KVCacheManager:
@@ -55,7 +26,8 @@ class KVCacheManager:
 
     Only full blocks are shared and they are never written again, so there is no copy on write. A request always
     computes at least its last token, whose logits are needed. With host blocks, evicted content is stored in host
-    memory and loaded when a request starts with it again (a resumed request or a cold prefix).
+    memory and loaded when a request starts with it again (a resumed request or a cold prefix). most_loads: blocks that
+    a step loads beside other running requests.
     """
 
     def __init__(
@@ -66,6 +38,7 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         groups: KVGroups = ONE_GROUP,
         events: KVEventSink | None = None,
+        most_loads: float = math.inf,
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         assert groups.num_groups == 1 or not num_host_blocks, "host memory holds blocks of one group"
@@ -73,6 +46,7 @@ class KVCacheManager:
         self.groups = groups
         self.enable_prefix_caching = enable_prefix_caching
         self._sizes = num_blocks, num_host_blocks if enable_prefix_caching else 0
+        self._most_loads = most_loads
         self.num_prefix_queries = 0  # tokens looked up, over all admissions
         self.num_prefix_hits = 0  # tokens found
         self._events = events if enable_prefix_caching else None
@@ -87,6 +61,7 @@ class KVCacheManager:
     def _forget(self) -> None:
         num_blocks, num_host_blocks = self._sizes
         self.host = HostCache(num_host_blocks, self._events) if num_host_blocks else None
+        self._loads = HostLoads(self.host, self._most_loads) if self.host is not None else None
         self.pool = BlockPool(num_blocks, self._evicted if self._events is not None or self.host is not None else None)
         self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request will publish
         self.windows = WindowBlocks(self.pool, self.groups, self.block_size) if self.groups.num_windowed else None
@@ -158,7 +133,7 @@ class KVCacheManager:
 
     def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:
         """Whether blocks for all current tokens can be allocated after sharing `prefix`, with num_spare_blocks left."""
-        shared = _on_device(prefix)
+        shared = blocks_on_device(prefix)
         num_blocks = -(-request.num_tokens // self.block_size)
         num_new = self.groups.num_full * num_blocks - len(shared)
         if self.windows is not None:
@@ -184,14 +159,26 @@ class KVCacheManager:
         """Share the request's longest cached prefix; returns its number of tokens (<= num_tokens - 1)."""
         return self._share(request, self.find_prefix(request))
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether `take_copies` has any: until they are made, no block may be written that is allocated from now on."""
-        return self.host is not None and self.host.has_copies
+    # ---- copies between device and host
 
-    def take_copies(self) -> BlockCopies:
-        """The copies between device and host to make before the step being scheduled computes."""
-        return self.host.take_copies() if self.host is not None else BlockCopies()
+    def begin_step(self, num_running: int, prefills: list[Request]) -> list[Request]:
+        """Before a step takes these requests' tokens. Returns them and those whose last loads it makes, in order."""
+        loaded = self._loads.begin_step(num_running) if self._loads is not None else []
+        return sorted([*prefills, *loaded], key=attrgetter("sort_key")) if loaded else prefills
+
+    def must_wait(self, prefix: Sequence[FoundBlock]) -> bool:
+        """Whether a request, admitted with this prefix now, is to start in a later step, which has it loaded."""
+        return self._loads is not None and self._loads.must_wait(prefix)
+
+    def is_free_to_write(self, step: ScheduledStep) -> bool:
+        """Whether a step of the same requests may be launched behind this one without any copies."""
+        host = self.host
+        return host is None or not (host.has_loads or host.awaits_store(step.written_blocks(self.block_size)))
+
+    def take_copies(self, step: ScheduledStep) -> BlockCopies:
+        """The copies between device and host to make before this step computes."""
+        host = self.host
+        return BlockCopies() if host is None else host.take_copies(step.written_blocks(self.block_size))
 
     # ---- while a request runs
 
@@ -246,6 +233,8 @@ class KVCacheManager:
         """Release all blocks, if any; published content can be found until it is evicted."""
         if not request.block_ids:
             return
+        if self._loads is not None:
+            self._loads.forget(request)
         if self.windows is not None:
             self.windows.free(request)
         self.pool.release(request.block_ids)
@@ -349,7 +338,7 @@ class KVCacheManager:
     def _share(self, request: Request, prefix: list[FoundBlock]) -> int:
         assert not request.block_ids, "a prefix is matched before anything is allocated"
         num_cached = len(prefix) * self.block_size
-        request.block_ids = self._take(prefix)
+        request.block_ids = self._take(request, prefix)
         if self.windows is not None:
             self.windows.take(request, [found.window for found in prefix])
         self._count_slots(request)
@@ -366,17 +355,16 @@ class KVCacheManager:
             self.num_prefix_hits += num_cached
         return num_cached
 
-    def _take(self, prefix: list[FoundBlock]) -> list[int]:
+    def _take(self, request: Request, prefix: list[FoundBlock]) -> list[int]:
         """Reference each block of a prefix; allocate device blocks for those in host memory and queue their loads."""
-        self.pool.share(_on_device(prefix))
-        if self.host is None:
+        self.pool.share(blocks_on_device(prefix))
+        if self.host is None or self._loads is None:
             return [block for found in prefix for block in (found.device_block, *found.others) if block is not None]
         # reserve all first: allocation may evict content into host memory
         host_blocks = [self.host.reserve(found.block_hash) for found in prefix if found.device_block is None]
         new_blocks = self.pool.allocate(len(host_blocks))
         assert new_blocks is not None, "a prefix is taken without can_admit"
-        for host_block, block in zip(host_blocks, new_blocks):
-            self.host.load(host_block, block)
+        self._loads.take(request, prefix, list(zip(host_blocks, new_blocks)))
         arrived = iter(new_blocks)
         block_ids = []
         for found in prefix:
@@ -386,8 +374,3 @@ class KVCacheManager:
             else:
                 block_ids.append(found.device_block)
         return block_ids
-
-
-def _on_device(prefix: Sequence[FoundBlock]) -> list[int]:
-    blocks = [found.device_block for found in prefix if found.device_block is not None]
-    return blocks + [block for found in prefix for block in (*found.others, *found.window)]

@@ -110,6 +110,8 @@ class Request:
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
     grammar_state: Any = None  # owned by engine/grammar_host.py
     search: Any = None  # the BeamSearch that this request of one token is a step of, engine/beam_search.py
+    last_load: int = 0  # the number of the last block of its prefix that comes from host memory, core/host_loads.py
+    awaits_loads: bool = False  # not scheduled until then
     is_held: bool = False  # not scheduled while its grammar is being compiled or matched
     times: RequestTimes = field(default_factory=RequestTimes)
 

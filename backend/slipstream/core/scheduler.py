@@ -23,10 +23,11 @@ from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.decode_run import DecodeRun
 from slipstream.core.errors import ConfigError
 from slipstream.core.finish import StopConditions
-from slipstream.core.kv_cache import FoundBlock, KVCacheManager
+from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import PrefillBudget
+from slipstream.core.prefix import FoundBlock
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
@@ -162,6 +163,7 @@ class Scheduler:
             budget -= len(step.requests)
         elif self._running:
             budget = self._schedule_decodes(step, budget, prefills)
+        prefills = self.cache.begin_step(len(self._running), prefills)
         self.prefill_budget.begin_step(step, len(self._waiting))
         can_admit = admits and bool(self._waiting) and not step.preempted
         self.adapters.begin_step()
@@ -174,7 +176,7 @@ class Scheduler:
             budget = self._schedule_waiting(step, budget, num_reserved > 0)
         step.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
         if step.requests:
-            step.copies, step.adapters = self.cache.take_copies(), self.adapters.take_loads()
+            step.copies, step.adapters = self.cache.take_copies(step), self.adapters.take_loads()
         return step
 
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -187,7 +189,7 @@ class Scheduler:
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
             num_computed, num_pending = request.num_computed_tokens, request.num_output_placeholders
             num_tokens = len(request.token_ids) + num_pending
-            if request.is_held:
+            if request.is_held or request.awaits_loads:
                 continue
             if num_pending:  # go on without them, unless they have to be known first
                 is_drafting = request.speculation is not None and (request.draft_token_ids or num_drafts_of(request))
@@ -251,6 +253,9 @@ class Scheduler:
                 continue
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
                 break
+            if self.cache.must_wait(prefix):
+                self._start(self._waiting.pop(index), prefix)
+                continue
             num_missing = request.num_tokens - len(prefix) * self.cache.block_size
             num_new = self.prefill_budget.take_first(request, request.num_tokens - num_missing, num_missing, budget)
             if num_new <= 0:
@@ -327,15 +332,11 @@ class Scheduler:
 
     # ---- parts
 
-    def _end_run(self) -> None:  # the running requests change
-        self._run, self._num_decode_steps = None, 0
-
     def _worst_blocks(self, request: Request) -> int:
         return self.cache.num_blocks_for(request.stop_conditions.max_len)
 
     def _num_spare_blocks(self, request: Request) -> int:
-        """Blocks that must stay free after this request is admitted. max_utilization: one block per running request
-        before a preempted one resumes, or it is preempted again at once."""
+        """To keep free. Before a preempted request resumes, one per running one, or it is preempted again at once."""
         if self._never_evicts:
             return num_owed_blocks(request, self.cache, self._num_promised_blocks, self._worst_blocks(request))
         return len(self._running) * self.cache.groups.num_groups if request.num_preemptions else 0
@@ -343,13 +344,12 @@ class Scheduler:
     def _start(self, request: Request, prefix: list[FoundBlock]) -> None:
         num_cached = self.cache.admit(request, prefix)
         note_start(self.stats, request, request.num_tokens if self.cache.enable_prefix_caching else 0, num_cached)
-        request.status = RequestStatus.RUNNING
-        request.queue_deadline = None
+        request.status, request.queue_deadline = RequestStatus.RUNNING, None
         self._num_promised_blocks += self._worst_blocks(request)
         if request.adapter is not None:
             request.adapter_slot = self.adapters.hold(request.adapter)
         insort(self._running, request, key=_sort_key)
-        self._end_run()
+        self._run, self._num_decode_steps = None, 0
 
     def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> int:
         """Allocate blocks for a decode; if short, drop its drafts, then preempt the last request in order.
@@ -373,7 +373,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free a request's blocks and requeue it with its old sort_key; it recomputes all its tokens."""
         del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
-        self._end_run()
+        self._run, self._num_decode_steps = None, 0
         self._give_back(request)
         request.note_preempted()
         self.stats.add(Metric.PREEMPTIONS)
@@ -393,7 +393,7 @@ class Scheduler:
         if index < len(queue) and queue[index] is request:  # else it was never added
             del queue[index]
         if is_running:
-            self._end_run()
+            self._run, self._num_decode_steps = None, 0
             self._give_back(request)
         request.status = RequestStatus.FINISHED
         request.drop_drafts()

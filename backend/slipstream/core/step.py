@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,6 +89,19 @@ class ScheduledStep:
         self.add(request, request.num_computed_tokens, num_new, samples)
         request.num_computed_tokens += num_new
         request.num_output_placeholders += samples
+
+    def written_blocks(self, block_size: int) -> Iterator[int]:
+        """Blocks of the first KV group that nothing of this sequence has written before, and which the step may write;
+        behind a row that samples, also those for drafts."""
+        lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples
+        for request, first, count, samples in zip(*lists):
+            if count == 1 and first % block_size and request.speculation is None:
+                continue  # the token before it is in the same block
+            end = len(request.block_ids) if samples else -(-(first + count) // block_size)
+            yield from request.block_ids[first // block_size : end]
+        if (chunk := self.layered) is not None:
+            end = -(-(chunk.first_token + chunk.num_tokens) // block_size)
+            yield from chunk.request.block_ids[chunk.first_token // block_size : end]
 
     def withdraw(self, index: int) -> None:
         """Remove a request from those that sample."""

@@ -20,7 +20,6 @@ from slipstream.core.control import RELOAD, Control
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.gauges import record_gauges
 from slipstream.core.generation_config import with_generation_defaults
-from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
@@ -32,7 +31,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
-from slipstream.engine.executor import MakeWorker, local_worker, make_prefill_budget, steps_in_flight
+from slipstream.engine.executor import MakeWorker, local_worker, make_kv_cache, make_prefill_budget, steps_in_flight
 from slipstream.engine.grammar_host import make_grammar_host
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
 from slipstream.engine.inbox import MAX_MESSAGES, Add, Finish, ended_by
@@ -96,11 +95,10 @@ class Engine:
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
-        plan, settings, serving = self.memory_plan, config.cache, config.serving
+        serving = config.serving
         self.stats = Stats(MetricAliases(chosen_names(serving.metrics_aliases), serving.model_name))
-        reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
-        self._events = open_kv_events(settings, config.parallel.replica.index)
-        cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups, self._events)
+        self._events = open_kv_events(config.cache, config.parallel.replica.index)
+        cache = make_kv_cache(config, self.memory_plan, self._events)
         budget = make_prefill_budget(config, self.spec, hardware, self.worker.info.drafters)
         num_slots = config.model.max_loras if config.model.enable_lora else 0
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner, budget, num_slots)
@@ -278,7 +276,7 @@ class Engine:
         step = in_flight.step
         if not self._num_ahead or in_flight.indices is not None or self._inbox or self.scheduler.may_admit:
             return None
-        if self.scheduler.cache.has_copies:  # of blocks that drafts have been given, and that it would write first
+        if not self.scheduler.cache.is_free_to_write(step):  # also blocks that drafts have been given
             return None
         method = self._drafting.method_ahead(step, in_flight.draft_methods)
         if not method:

@@ -6,11 +6,14 @@ SerializedWorker pickles every message, as for a worker in another process.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.kv_events import KVEventSink
 from slipstream.core.layered_prefill import LayeredPrefill
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.start_up import StartUp
@@ -30,6 +33,9 @@ from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.null_worker import NullWorker
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.worker import ModelWorker
+
+# Of prefixes from host memory, a step beside other streams, which wait for them: 5 to 10 ms by PCIe.
+MIXED_LOAD_BYTES = 256 << 20
 
 T = TypeVar("T")
 MakeWorker = Callable[[EngineConfig, DecoderSpec, Hardware, MemoryPlan, TextTokenizer, StartUp], Worker]
@@ -58,6 +64,16 @@ def steps_in_flight(config: EngineConfig, hardware: Hardware) -> tuple[int, int]
     if num_stages > 1:
         return (0, 1) if wanted == "off" else (num_stages - 1, num_stages)
     return int(hardware.device.type == "cuda" if wanted == "auto" else wanted == "on"), 1
+
+
+def make_kv_cache(config: EngineConfig, plan: MemoryPlan, events: KVEventSink | None) -> KVCacheManager:
+    """Prompts that must not be split do not wait for their prefixes either: what follows has to fit into one step."""
+    settings, most_loads = config.cache, math.inf
+    if config.scheduler.enable_chunked_prefill and plan.block_bytes:
+        most_loads = max(1, MIXED_LOAD_BYTES // plan.block_bytes)
+    reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
+    sizes = plan.num_blocks, settings.block_size
+    return KVCacheManager(*sizes, reuses, num_host_blocks, plan.groups, events, most_loads)
 
 
 def make_prefill_budget(

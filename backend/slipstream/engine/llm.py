@@ -20,8 +20,8 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.control import RELOAD, SLEEP, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
-from slipstream.core.kv_cache import salted_key
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
+from slipstream.core.prefix import salted_key
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine

@@ -17,7 +17,7 @@ from typing import Any
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import LIST_LORA, OF_LORA, Control
 from slipstream.core.errors import RequestError
-from slipstream.core.kv_cache import salted_key
+from slipstream.core.prefix import salted_key
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
 from slipstream.core.setting_values import read_text, read_texts, refuse

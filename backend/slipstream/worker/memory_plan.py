@@ -20,6 +20,7 @@ from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.draft_memory import draft_memory
 from slipstream.worker.kv_groups import plan_groups
+from slipstream.worker.kv_offload import buffer_bytes
 from slipstream.worker.stages import FIELD as STAGES_FIELD
 from slipstream.worker.stages import stage_layers
 from slipstream.worker.workspace import workspace_bytes
@@ -260,6 +261,8 @@ def _plan_stage(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
     beside_bytes = 0 if is_null else workspace_bytes(spec, config, hardware, groups.num_groups)
+    if config.cache.host_memory_bytes and hardware.device.type == "cuda" and not is_null:
+        beside_bytes += buffer_bytes(block_bytes)
     budget = _pool_budget(config.cache, free_bytes - held_bytes - beside_bytes, hardware.device)
     blocks_per_sequence = groups.max_blocks(max_model_len, config.cache.block_size)
     num_blocks = config.cache.num_blocks
