@@ -132,6 +132,14 @@ def test_the_workspace_holds_what_all_ranks_have_of_an_ordered_sum(spec: Decoder
     assert more == [0, (4 + 1) * fixed.scheduler.max_num_batched_tokens * spec.hidden_size * 4]
 
 
+def test_the_workspace_holds_the_tables_of_ropes(spec: DecoderSpec) -> None:
+    """One of each, however many layers share it; 96 MiB at 192K positions of 128 features."""
+    rope = replace(spec.layers[0].attention.rope, rotary_dim=64)  # type: ignore[type-var]
+    layers = [replace(spec.layers[0], attention=replace(spec.layers[0].attention, rope=one)) for one in (None, rope)]
+    plain, roped = (workspace_bytes(replace(spec, layers=(layer,) * 3), _config(), CPU) for layer in layers)
+    assert roped - plain == 256 * 64 * 4
+
+
 def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> None:
     wide = replace(spec, vocab_size=128_000)
     plain = replace(_config(), scheduler=SchedulerConfig(max_num_seqs=16))

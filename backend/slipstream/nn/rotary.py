@@ -6,12 +6,13 @@ Source: RoFormer, arXiv:2104.09864; sources of the scalings are at their functio
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.layer_spec import RopeSpec
+from slipstream.nn.layer_spec import AttentionSpec, RopeSpec
 
 
 class RopeTables:
@@ -31,6 +32,12 @@ class RopeTables:
             table = table.to(self._device)
             self._made[spec] = ops.Rope(table, spec.is_interleaved)
         return self._made[spec]
+
+
+def table_bytes(attentions: Iterable[AttentionSpec], num_positions: int) -> int:
+    """Of the tables that these layers share."""
+    ropes = {attention.rope for attention in attentions if attention.rope is not None}
+    return sum(4 * num_positions * rope.rotary_dim for rope in ropes)
 
 
 def cos_sin_cache(spec: RopeSpec, num_positions: int) -> Tensor:

@@ -14,6 +14,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import planned_model
 from slipstream.nn.parallel import SINGLE, Parallel
+from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -38,8 +39,11 @@ class Planning:
 
     def memory_of(self, tensors: Iterable[Tensor], spec: DecoderSpec | None = None) -> DraftMemory:
         """spec: of the drafter's layers with a KV cache, which has the model's type; None if it has none."""
-        per_token = 0 if spec is None else spec.kv_bytes_per_token(self.kv_dtype)
-        return DraftMemory(sum(tensor.nbytes for tensor in tensors), per_token)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if spec is None:
+            return DraftMemory(num_bytes)
+        num_bytes += table_bytes(spec.attentions, self.config.model.max_model_len or self.target.spec.max_model_len)
+        return DraftMemory(num_bytes, spec.kv_bytes_per_token(self.kv_dtype))
 
 
 def draft_memory(

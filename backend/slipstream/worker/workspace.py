@@ -18,6 +18,7 @@ from slipstream.nn.heads.eagle import NUM_FEATURES
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.quant import choose_methods
+from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.graph_memory import graph_memory
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS
@@ -36,7 +37,7 @@ MOST_SMS = 132  # of a Hopper GPU, where none is at hand to ask
 
 def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_groups: int = 1) -> int:
     """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, inputs and outputs of
-    graphs (but see graph_memory), weights written out. num_groups: KV groups."""
+    graphs (but see graph_memory), weights written out, tables of ropes. num_groups: KV groups."""
     graphs = graph_memory(spec, config, hardware, num_groups)
     most_tokens = config.scheduler.max_num_batched_tokens
     num_tokens = most_tokens + graphs.num_tokens
@@ -54,6 +55,7 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware,
     if config.model.deterministic and parallel.size > 2:  # what each rank has of a sum, and the sum so far
         features += (parallel.size + 1) * num_tokens * spec.hidden_size
     others = _sums_bytes(spec, config, hardware, graphs.num_tokens) + _written_out_bytes(spec, config, hardware)
+    others += table_bytes(attentions, config.model.max_model_len or spec.max_model_len)
     return logits + features * hardware.dtype.itemsize + graphs.held_bytes + others
 
 
