@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from slipstream.core.block_pool import BlockPool
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.prefix import hash_block, hash_root
 from slipstream.core.request import Request
@@ -140,7 +143,7 @@ def test_a_salt_parts_the_device_the_host_and_what_is_being_computed() -> None:
     mine = make_request(prompt, b"mine")
     cache.admit(mine, cache.find_prefix(mine))
     guess, again = make_request(prompt, b"other"), make_request(prompt, b"mine")
-    assert [cache.find_prefix(request) for request in (guess, again)] == [[], []]
+    assert [len(cache.find_prefix(request)) for request in (guess, again)] == [0, 0]
     assert [cache.is_prefix_underway(request, 0) for request in (guess, again)] == [False, True]
     mine.num_computed_tokens = 12
     cache.commit(mine)
@@ -148,4 +151,46 @@ def test_a_salt_parts_the_device_the_host_and_what_is_being_computed() -> None:
     cache.free(mine)
     compute(cache, make_request(list(range(100, 116))))  # takes all blocks: what they held goes to host memory
     found = [cache.find_prefix(make_request(prompt, key)) for key in (b"other", b"mine", b"")]
-    assert [len(blocks) for blocks in found] == [0, 2, 0] and found[1][0].device_block is None
+    assert [len(prefix) for prefix in found] == [0, 2, 0] and found[1].num_hosted == 2
+
+
+def test_blocks_that_a_request_had_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that waits for blocks is looked for in every step, and each beam of a search in each of its steps."""
+    looked_up: list[bytes] = []
+
+    def count(pool: BlockPool, block_hash: bytes) -> int | None:
+        looked_up.append(block_hash)
+        return find(pool, block_hash)
+
+    find = BlockPool.find
+    monkeypatch.setattr(BlockPool, "find", count)
+    cache, prompt = KVCacheManager(8, SIZE), list(range(4 * SIZE + 1))
+    first = make_request(prompt)
+    compute(cache, first)
+    cache.free(first)
+    looked_up.clear()
+    again = make_request(prompt)
+    assert [len(cache.find_prefix(again)) for _ in range(5)] == [4] * 5 and len(looked_up) == 4
+
+    other = make_request([9] * (6 * SIZE))  # takes blocks of the end of the prompt
+    compute(cache, other)
+    assert len(cache.find_prefix(again)) == 2
+    cache.free(other)
+    compute(cache, again)
+    cache.free(again)
+    child = make_request([*prompt, 7])
+    child.guessed_blocks = again.guessed_blocks
+    assert cache.find_prefix(child).blocks == again.guessed_blocks[:4]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wrong_guess_changes_nothing(seed: int) -> None:
+    dice = random.Random(seed)
+    cache = KVCacheManager(12, SIZE)
+    for _ in range(100):
+        request = make_request([dice.randrange(2) for _ in range(dice.randrange(1, 5 * SIZE))])
+        expected = cache.find_prefix(request).blocks
+        request.guessed_blocks = expected[: dice.randrange(6)] + [dice.randrange(12) for _ in range(dice.randrange(4))]
+        assert cache.find_prefix(request).blocks == expected
+        compute(cache, request)
+        cache.free(request)

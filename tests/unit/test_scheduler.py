@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from fake_llm import FakeLLM, continuation, make_llm, make_request
+from slipstream.core import scheduler
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -160,8 +161,9 @@ def test_requests_that_wait_for_a_long_prefix_cost_the_same_in_every_step(monkey
     assert [request.num_cached_tokens for request in requests] == [0] + [800] * 29
 
 
-def test_decodes_do_not_wait_for_a_crowd_that_starts_in_the_prefix_cache() -> None:
+def test_decodes_do_not_wait_for_a_crowd_that_starts_in_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shared block takes the engine's thread some time, however few tokens are left to compute."""
+    monkeypatch.setattr(scheduler, "_MAX_FOUND", 8192)
     llm, document = make_llm(num_blocks=1024, max_model_len=1024), list(range(800))
     add(llm, make_request(document, 4))
     llm.run()

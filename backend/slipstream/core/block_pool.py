@@ -46,6 +46,24 @@ class BlockPool:
         """The used or cached block with this content, or None."""
         return self._block_of.get(block_hash)
 
+    def find_all(self, block_hashes: Iterable[bytes]) -> tuple[int, ...] | None:
+        """The blocks with these contents, or None if one is missing."""
+        blocks = []
+        for block_hash in block_hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                return None
+            blocks.append(block)
+        return tuple(blocks)
+
+    def num_held(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        """How many of these used or cached blocks, from the first on, are what `find` gives for these hashes."""
+        held = self._hashes
+        for count, (block, block_hash) in enumerate(zip(blocks, block_hashes)):
+            if held[block] != block_hash:
+                return count
+        return min(len(blocks), len(block_hashes))
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take num_blocks blocks with one reference each. Returns None, changing nothing, if there are too few."""
         if num_blocks > len(self._empty) + len(self._cached):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from slipstream.core.host_cache import HostCache
-from slipstream.core.prefix import FoundBlock, blocks_on_device
+from slipstream.core.prefix import Prefix
 from slipstream.core.request import Request
 
 
@@ -38,13 +38,13 @@ class HostLoads:
                 request.awaits_loads = False
         return ready
 
-    def must_wait(self, prefix: Sequence[FoundBlock]) -> bool:
+    def must_wait(self, prefix: Prefix) -> bool:
         """Whether a request with this prefix starts in a later step than the one being scheduled."""
-        num_loads = sum(found.device_block is None for found in prefix)
+        num_loads = prefix.num_hosted
         is_behind = num_loads > 0 and not self._host.may_load(self._host.last_load)
         return is_behind or num_loads > self._left or not self._host.may_load(self._shared_load(prefix))
 
-    def take(self, request: Request, prefix: Sequence[FoundBlock], copies: Sequence[tuple[int, int]]) -> None:
+    def take(self, request: Request, prefix: Prefix, copies: Sequence[tuple[int, int]]) -> None:
         """Queue the loads of an admitted request's prefix. copies: reserved host blocks and what they are loaded to."""
         must_wait = self.must_wait(prefix)
         request.last_load = self._shared_load(prefix)
@@ -66,6 +66,6 @@ class HostLoads:
             request.awaits_loads = False
             self._waiting.remove(request)
 
-    def _shared_load(self, prefix: Sequence[FoundBlock]) -> int:
+    def _shared_load(self, prefix: Prefix) -> int:
         """The last load that another request has queued for this prefix, 0 without one."""
-        return self._host.last_load_of(blocks_on_device(prefix)) if self._host.has_loads else 0
+        return self._host.last_load_of(prefix.on_device()) if self._host.has_loads else 0

@@ -15,7 +15,7 @@ from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.host_loads import HostLoads
 from slipstream.core.kv_events import DEVICE, AllCleared, BlockRemoved, BlockStored, KVEventSink
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
-from slipstream.core.prefix import FoundBlock, blocks_on_device, hash_block, hash_root
+from slipstream.core.prefix import IN_HOST_MEMORY, Prefix, hash_block, hash_root
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.core.window_blocks import WindowBlocks, group_hash
@@ -96,19 +96,27 @@ class KVCacheManager:
             for other in sequences[1:]:
                 other.block_hashes = list(sequences[0].block_hashes)
 
-    def find_prefix(self, request: Request) -> list[FoundBlock]:
+    def find_prefix(self, request: Request) -> Prefix:
         """The request's longest cached prefix, at most (num_tokens - 1) // block_size blocks. Takes no reference."""
         if not self._may_match(request):
-            return []
+            return Prefix([])
         self._grow_hashes(request, request.num_tokens)
-        found: list[FoundBlock] = []
-        find = self.pool.find
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        if self.groups.num_groups > 1:
+            return self._found_in_all(hashes)
+        blocks, find, host = request.guessed_blocks, self.pool.find, self.host
+        blocks = blocks[: self.pool.num_held(blocks, hashes)]
+        num_guessed, num_hosted = len(blocks), 0
+        for block_hash in hashes[num_guessed:]:
             block = find(block_hash)
-            if block is None and (self.host is None or self.host.find(block_hash) is None):
-                break
-            found.append(FoundBlock(block_hash, block))
-        return found if self.groups.num_groups == 1 else self._found_in_all(found)
+            if block is None:
+                if host is None or host.find(block_hash) is None:
+                    break
+                block, num_hosted = IN_HOST_MEMORY, num_hosted + 1
+            blocks.append(block)
+        if len(blocks) > num_guessed and not num_hosted:  # it may have to wait for others, and ask in each step
+            request.guessed_blocks = blocks
+        return Prefix(blocks, num_hosted)
 
     def is_prefix_underway(self, request: Request, num_found: int) -> bool:
         """Whether a running request is computing the first block missing here; waiting avoids computing it twice. Not
@@ -131,9 +139,9 @@ class KVCacheManager:
         other = self._computing.get(request.awaited_hash)
         return other is not None and other.sort_key <= request.sort_key
 
-    def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:
+    def can_admit(self, request: Request, prefix: Prefix, num_spare_blocks: int = 0) -> bool:
         """Whether blocks for all current tokens can be allocated after sharing `prefix`, with num_spare_blocks left."""
-        shared = blocks_on_device(prefix)
+        shared = prefix.on_device()
         num_blocks = -(-request.num_tokens // self.block_size)
         num_new = self.groups.num_full * num_blocks - len(shared)
         if self.windows is not None:
@@ -141,7 +149,7 @@ class KVCacheManager:
         num_left = self.pool.num_free_blocks - self.pool.count_unreferenced(shared) - num_new
         return num_left >= num_spare_blocks
 
-    def admit(self, request: Request, prefix: list[FoundBlock]) -> int:
+    def admit(self, request: Request, prefix: Prefix) -> int:
         """Share `prefix` and allocate blocks for all current tokens, in windowed groups for the first step's;
         `can_admit` must hold.
 
@@ -166,7 +174,7 @@ class KVCacheManager:
         loaded = self._loads.begin_step(num_running) if self._loads is not None else []
         return sorted([*prefills, *loaded], key=attrgetter("sort_key")) if loaded else prefills
 
-    def must_wait(self, prefix: Sequence[FoundBlock]) -> bool:
+    def must_wait(self, prefix: Prefix) -> bool:
         """Whether a request, admitted with this prefix now, is to start in a later step, which has it loaded."""
         return self._loads is not None and self._loads.must_wait(prefix)
 
@@ -238,7 +246,7 @@ class KVCacheManager:
         if self.windows is not None:
             self.windows.free(request)
         self.pool.release(request.block_ids)
-        request.block_ids, request.num_slots = [], 0
+        request.guessed_blocks, request.block_ids, request.num_slots = request.block_ids, [], 0
         if self._computing:
             for block_hash in request.block_hashes[request.num_published_blocks :]:
                 if self._computing.get(block_hash) is request:
@@ -278,18 +286,19 @@ class KVCacheManager:
             num_blocks = min(num_blocks, len(request.window_block_ids) // self.groups.num_windowed)
         request.num_slots = num_blocks * self.block_size
 
-    def _found_in_all(self, found: list[FoundBlock]) -> list[FoundBlock]:
-        """The longest prefix of these that every group has: full groups all of it, windowed ones its last window."""
-        whole = []
-        for one in found:
-            others = [self.pool.find(group_hash(one.block_hash, group)) for group in range(1, self.groups.num_full)]
-            if None in others:
+    def _found_in_all(self, hashes: Sequence[bytes]) -> Prefix:
+        """The longest prefix that every group has: full groups all of it, windowed ones its last window."""
+        found: list[tuple[int, ...]] = []
+        for block_hash in hashes:
+            row = self.pool.find_all(group_hash(block_hash, group) for group in range(self.groups.num_full))
+            if row is None:
                 break
-            whole.append(one._replace(others=tuple(block for block in others if block is not None)))
-        if self.windows is None:
-            return whole
-        window = self.windows.find([one.block_hash for one in whole])
-        return [one._replace(window=blocks) for one, blocks in zip(whole, window)]
+            found.append(row)
+        windows: list[tuple[int, ...]] = []
+        if self.windows is not None:
+            windows = self.windows.find(hashes[: len(found)])
+            del found[len(windows) :]
+        return Prefix([row[0] for row in found], others=[row[1:] for row in found], windows=windows)
 
     def _publish_all(self, request: Request, index: int) -> bool:
         """Whether the first group's is new, by which a block is known."""
@@ -335,15 +344,15 @@ class KVCacheManager:
             parent = hash_block(parent, request.token_ids[start : start + size])
             hashes.append(parent)
 
-    def _share(self, request: Request, prefix: list[FoundBlock]) -> int:
+    def _share(self, request: Request, prefix: Prefix) -> int:
         assert not request.block_ids, "a prefix is matched before anything is allocated"
         num_cached = len(prefix) * self.block_size
         request.block_ids = self._take(request, prefix)
         if self.windows is not None:
-            self.windows.take(request, [found.window for found in prefix])
+            self.windows.take(request, prefix.windows)
         self._count_slots(request)
-        for index, found in enumerate(prefix if self._events is not None else ()):
-            if found.device_block is None:  # it comes back from host memory
+        for index, block in enumerate(prefix.blocks if self._events is not None and prefix.num_hosted else ()):
+            if block == IN_HOST_MEMORY:  # from where it comes back
                 self._tell_stored(request, index)
         request.num_published_blocks = len(prefix)
         request.num_reused_blocks += len(prefix)
@@ -355,22 +364,21 @@ class KVCacheManager:
             self.num_prefix_hits += num_cached
         return num_cached
 
-    def _take(self, request: Request, prefix: list[FoundBlock]) -> list[int]:
+    def _take(self, request: Request, prefix: Prefix) -> list[int]:
         """Reference each block of a prefix; allocate device blocks for those in host memory and queue their loads."""
-        self.pool.share(blocks_on_device(prefix))
+        self.pool.share(prefix.on_device())
+        if prefix.others:
+            return [block for row in zip(prefix.blocks, prefix.others) for block in (row[0], *row[1])]
+        block_ids = list(prefix.blocks)
         if self.host is None or self._loads is None:
-            return [block for found in prefix for block in (found.device_block, *found.others) if block is not None]
+            return block_ids
+        places = [place for place, block in enumerate(block_ids) if block == IN_HOST_MEMORY]
         # reserve all first: allocation may evict content into host memory
-        host_blocks = [self.host.reserve(found.block_hash) for found in prefix if found.device_block is None]
+        host_blocks = [self.host.reserve(request.block_hashes[place]) for place in places]
         new_blocks = self.pool.allocate(len(host_blocks))
         assert new_blocks is not None, "a prefix is taken without can_admit"
         self._loads.take(request, prefix, list(zip(host_blocks, new_blocks)))
-        arrived = iter(new_blocks)
-        block_ids = []
-        for found in prefix:
-            if found.device_block is None:
-                block_ids.append(next(arrived))
-                self.pool.publish(block_ids[-1], found.block_hash)
-            else:
-                block_ids.append(found.device_block)
+        for place, block in zip(places, new_blocks):
+            block_ids[place] = block
+            self.pool.publish(block, request.block_hashes[place])
         return block_ids

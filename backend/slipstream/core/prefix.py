@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import chain
 
+IN_HOST_MEMORY = -1
 _HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
 
 
@@ -28,19 +30,26 @@ def hash_root(prefix_key: bytes) -> bytes:
     return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
 
 
-class FoundBlock(NamedTuple):
-    """A cached full block of a request's prefix. device_block None: in host memory only.
+@dataclass(slots=True)
+class Prefix:
+    """A request's longest cached prefix: lists with an entry per block, because a tuple per block would cost more than
+    finding it.
 
-    others, window: the same tokens' blocks of further full groups and of windowed groups, none where a window has
-    passed.
+    blocks: of the first KV group; IN_HOST_MEMORY: num_hosted of them, which are nowhere else. others, windows: the same
+    tokens' blocks of further full groups and of windowed groups, none where a window has passed; empty with one group.
     """
 
-    block_hash: bytes
-    device_block: int | None
-    others: tuple[int, ...] = ()
-    window: tuple[int, ...] = ()
+    blocks: list[int]
+    num_hosted: int = 0
+    others: list[tuple[int, ...]] = field(default_factory=list)
+    windows: list[tuple[int, ...]] = field(default_factory=list)
 
+    def __len__(self) -> int:
+        return len(self.blocks)
 
-def blocks_on_device(prefix: Sequence[FoundBlock]) -> list[int]:
-    blocks = [found.device_block for found in prefix if found.device_block is not None]
-    return blocks + [block for found in prefix for block in (*found.others, *found.window)]
+    def on_device(self) -> list[int]:
+        """All blocks on the device, of all groups."""
+        if not (self.num_hosted or self.others or self.windows):
+            return self.blocks
+        blocks = [block for block in self.blocks if block != IN_HOST_MEMORY]
+        return blocks + list(chain.from_iterable(self.others)) + list(chain.from_iterable(self.windows))

@@ -98,6 +98,7 @@ class Request:
     first_window_block: int = 0  # the first block of the sequence that windowed groups hold
     num_slots: int = 0  # tokens that fit into the blocks of every group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
+    guessed_blocks: list[int] = field(default_factory=list)  # that may still hold its prefix: it or its parent had them
     num_published_blocks: int = 0  # leading blocks that are in the prefix cache
     awaited_hash: bytes = b""  # of the last block that another request was computing for both, KVCacheManager
     num_sent_blocks: int = -1  # of block_ids, that the worker knows; -1: it does not know the request (any more)

@@ -27,7 +27,7 @@ from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import PrefillBudget
-from slipstream.core.prefix import FoundBlock
+from slipstream.core.prefix import Prefix
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
@@ -35,7 +35,7 @@ from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 
 _MAX_SKIPPED = 64  # waiting requests skipped in one step because another request is computing their prefix
-_MAX_FOUND = 8192  # cached blocks of requests that may start beside decodes: some 8 ms of the engine's thread
+_MAX_FOUND = 32_768  # cached blocks of requests that may start beside decodes: some 6 ms of the engine's thread
 _LAST = (float("inf"), 0)  # above every sort_key
 _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 
@@ -247,7 +247,7 @@ class Scheduler:
                 break
             waits = request.is_blocked or (request.adapter is not None and self.adapters.must_wait(request.adapter))
             prefix = None if waits or self.cache.awaits_prefix(request) else self.cache.find_prefix(request)
-            num_found += len(prefix or ()) if step.num_decodes else 0
+            num_found += len(prefix) if prefix is not None and step.num_decodes else 0
             if prefix is None or self.cache.is_prefix_underway(request, len(prefix)):
                 index, num_skipped = index + 1, num_skipped + (not waits)
                 continue
@@ -341,7 +341,7 @@ class Scheduler:
             return num_owed_blocks(request, self.cache, self._num_promised_blocks, self._worst_blocks(request))
         return len(self._running) * self.cache.groups.num_groups if request.num_preemptions else 0
 
-    def _start(self, request: Request, prefix: list[FoundBlock]) -> None:
+    def _start(self, request: Request, prefix: Prefix) -> None:
         num_cached = self.cache.admit(request, prefix)
         note_start(self.stats, request, request.num_tokens if self.cache.enable_prefix_caching else 0, num_cached)
         request.status, request.queue_deadline = RequestStatus.RUNNING, None

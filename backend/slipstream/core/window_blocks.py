@@ -51,7 +51,7 @@ class WindowBlocks:
             lowest = self._groups.first_kept_block(num_blocks * self._block_size, self._block_size)
             window = []
             for index in range(num_blocks - 1, lowest - 1, -1):
-                blocks = self._entry(block_hashes[index])
+                blocks = self._pool.find_all(group_hash(block_hashes[index], group) for group in self._numbers)
                 if blocks is None:
                     num_blocks = index  # no longer prefix can do without this block
                     break
@@ -82,7 +82,3 @@ class WindowBlocks:
     def free(self, request: Request) -> None:
         self._pool.release(self.held(request))
         request.window_block_ids, request.first_window_block = [], 0
-
-    def _entry(self, block_hash: bytes) -> tuple[int, ...] | None:
-        found = [self._pool.find(group_hash(block_hash, group)) for group in self._numbers]
-        return None if None in found else tuple(block for block in found if block is not None)

@@ -225,7 +225,7 @@ def _step_of(search: BeamSearch, beam: _Beam) -> Request:
         search=search,
     )
     if parent is not None:
-        step.block_hashes = list(parent.block_hashes)
+        step.block_hashes, step.guessed_blocks = list(parent.block_hashes), parent.guessed_blocks
     beam.step = step
     return step
 
