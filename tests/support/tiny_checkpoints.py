@@ -6,60 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers as hf
 from stored_layouts import LAYOUTS, AlibiModel
 from torch import Tensor
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 VOCAB_SIZE = 97
 MAX_POSITIONS = 64
@@ -75,36 +24,36 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "ministral3": (Ministral3Config, Ministral3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "baichuan": (LlamaConfig, LlamaForCausalLM),
-    "baichuan-alibi": (LlamaConfig, AlibiModel),
-    "chatglm": (GlmConfig, GlmForCausalLM),
-    "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek-v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "gemma": (GemmaConfig, GemmaForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gemma3-seeing": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "mistral-seeing": (MistralConfig, MistralForCausalLM),
-    "glm": (GlmConfig, GlmForCausalLM),
-    "glm4": (Glm4Config, Glm4ForCausalLM),
-    "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "glm4-moe-lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
-    "gpt-oss": (GptOssConfig, GptOssForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "minimax-m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] = {
+    "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+    "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
+    "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM),
+    "ministral3": (hf.Ministral3Config, hf.Ministral3ForCausalLM),
+    "mistral": (hf.MistralConfig, hf.MistralForCausalLM),
+    "mixtral": (hf.MixtralConfig, hf.MixtralForCausalLM),
+    "qwen2-moe": (hf.Qwen2MoeConfig, hf.Qwen2MoeForCausalLM),
+    "qwen3-moe": (hf.Qwen3MoeConfig, hf.Qwen3MoeForCausalLM),
+    "baichuan": (hf.LlamaConfig, hf.LlamaForCausalLM),
+    "baichuan-alibi": (hf.LlamaConfig, AlibiModel),
+    "chatglm": (hf.GlmConfig, hf.GlmForCausalLM),
+    "deepseek-v2": (hf.DeepseekV2Config, hf.DeepseekV2ForCausalLM),
+    "deepseek-v3": (hf.DeepseekV3Config, hf.DeepseekV3ForCausalLM),
+    "gemma": (hf.GemmaConfig, hf.GemmaForCausalLM),
+    "gemma2": (hf.Gemma2Config, hf.Gemma2ForCausalLM),
+    "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
+    "gemma3-seeing": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
+    "mistral-seeing": (hf.MistralConfig, hf.MistralForCausalLM),
+    "glm": (hf.GlmConfig, hf.GlmForCausalLM),
+    "glm4": (hf.Glm4Config, hf.Glm4ForCausalLM),
+    "glm4-moe": (hf.Glm4MoeConfig, hf.Glm4MoeForCausalLM),
+    "glm4-moe-lite": (hf.Glm4MoeLiteConfig, hf.Glm4MoeLiteForCausalLM),
+    "gpt-oss": (hf.GptOssConfig, hf.GptOssForCausalLM),
+    "granite": (hf.GraniteConfig, hf.GraniteForCausalLM),
+    "minimax-m2": (hf.MiniMaxM2Config, hf.MiniMaxM2ForCausalLM),
+    "olmo2": (hf.Olmo2Config, hf.Olmo2ForCausalLM),
+    "olmo3": (hf.Olmo3Config, hf.Olmo3ForCausalLM),
+    "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM),
+    "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM),
 }
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM: dict[str, object] = {"head_dim": 8, "pad_token_id": 0}
@@ -297,7 +246,7 @@ LATENT_OF_GPUS = {
 @dataclass(frozen=True)
 class TinyCheckpoint:
     path: Path
-    model: PreTrainedModel
+    model: hf.PreTrainedModel
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """Hugging Face's, in one pass: [num_tokens, vocab_size] float32."""
@@ -305,14 +254,14 @@ class TinyCheckpoint:
             return self.model(torch.tensor([token_ids])).logits[0]
 
 
-def make_model(variant: str, **sizes: object) -> PreTrainedModel:
+def make_model(variant: str, **sizes: object) -> hf.PreTrainedModel:
     family, changes = {**VARIANTS, **GPU_VARIANTS}[variant]
     config_class, model_class = CLASSES[family]
     torch.manual_seed(sum(variant.encode()))
     return draw(model_class(config_class(**{**SIZES, **changes, **sizes})).eval())
 
 
-def draw(model: PreTrainedModel) -> PreTrainedModel:
+def draw(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     """The same model with weights drawn anew."""
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *selection_biases(model)):
@@ -323,7 +272,7 @@ def draw(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def selection_biases(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+def selection_biases(model: hf.PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Buffers that rank experts."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
