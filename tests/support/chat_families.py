@@ -206,6 +206,7 @@ FAMILIES: dict[str, ChatFamily] = {
                             ("<|end_of_text|>",), bos="", changes={"tie_word_embeddings": False}),
     "olmo-2": ChatFamily("olmo2", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
     "olmo-3": _chatml("olmo3"),
+    "olmoe": ChatFamily("olmoe", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,
                                vocab_size=BAICHUAN2_VOCABULARY),
     "baichuan-13b": ChatFamily("baichuan-alibi", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True),

@@ -52,6 +52,7 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "minimax-m2": (hf.MiniMaxM2Config, hf.MiniMaxM2ForCausalLM),
     "olmo2": (hf.Olmo2Config, hf.Olmo2ForCausalLM),
     "olmo3": (hf.Olmo3Config, hf.Olmo3ForCausalLM),
+    "olmoe": (hf.OlmoeConfig, hf.OlmoeForCausalLM),
     "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM),
     "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM),
 }
@@ -198,6 +199,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "minimax-m2": ("minimax-m2", {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 24}),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": LAYER_ROPES}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "olmoe-biases": (
+        "olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "norm_topk_prob": True,
+         "attention_bias": True},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "smollm3-windows": (
         "smollm3",

@@ -22,6 +22,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     mistral,
     mixtral,
     olmo,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
