@@ -108,6 +108,12 @@ BAICHUAN = (
 )  # fmt: skip
 
 
+SEED = (
+    _EACH + "{{ bos_token }}{{ m.role }}\n{{ m.content }}{{ eos_token }}" + _END
+    + f"{_ASKED}{{{{ bos_token }}}}assistant\n{_DONE}"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ChatFamily:
     """variant: of the weights. markers: special tokens of the vocabulary. ends: tokens that end an answer, in
@@ -207,6 +213,7 @@ FAMILIES: dict[str, ChatFamily] = {
     "olmo-2": ChatFamily("olmo2", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
     "olmo-3": _chatml("olmo3"),
     "olmoe": ChatFamily("olmoe", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
+    "seed-oss": ChatFamily("seed-oss", SEED, ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), bos="<seed:bos>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,
                                vocab_size=BAICHUAN2_VOCABULARY),
     "baichuan-13b": ChatFamily("baichuan-alibi", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True),

@@ -54,6 +54,7 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "olmo3": (hf.Olmo3Config, hf.Olmo3ForCausalLM),
     "olmoe": (hf.OlmoeConfig, hf.OlmoeForCausalLM),
     "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM),
+    "seed-oss": (hf.SeedOssConfig, hf.SeedOssForCausalLM),
     "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM),
 }
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -205,6 +206,8 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "norm_topk_prob": True,
          "attention_bias": True},
     ),
+    "seed-oss": ("seed-oss", {"head_dim": 16}),
+    "seed-oss-biases": ("seed-oss", {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "smollm3-windows": (
         "smollm3",

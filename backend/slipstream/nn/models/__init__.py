@@ -28,6 +28,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
     wrapped,
 )
