@@ -58,6 +58,7 @@ RULES = {  # rule, whether scores are biased
     "sigmoid": (RoutingRule("sigmoid"), False),
     "sigmoid, bias": (RoutingRule("sigmoid", scale=2.5), True),
     "softmax, bias": (RoutingRule(renormalises=False), True),
+    "softmax, bias, renormalised": (RoutingRule(), True),
     "groups by their best": (RoutingRule(renormalises=False, scale=16.0, num_groups=4, topk_groups=2), False),
     "groups by their two best": (RoutingRule("sigmoid", True, 2.5, 4, 2, "top2sum"), True),
     "not renormalised": (RoutingRule("sigmoid", False, 1.5, 6, 3, "top2sum"), True),

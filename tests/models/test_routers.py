@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     GptOssConfig,
     MiniMaxM2Config,
@@ -18,6 +19,7 @@ from transformers import (
 )
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
@@ -47,6 +49,12 @@ CASES = {
         lambda: MiniMaxM2TopKRouter(MiniMaxM2Config(**SIZES, num_local_experts=NUM_EXPERTS)),
         RoutingRule("sigmoid"),
     ),
+    "ernie4_5-moe": (
+        lambda: Ernie4_5_MoeTopKRouter(
+            Ernie4_5_MoeConfig(hidden_size=HIDDEN, moe_num_experts=NUM_EXPERTS, moe_k=TOP_K, num_attention_heads=4)
+        ),
+        RoutingRule(),
+    ),
     "gpt-oss": (lambda: GptOssTopKRouter(GptOssConfig(**SIZES, num_local_experts=NUM_EXPERTS)), RoutingRule()),
 }
 
@@ -60,7 +68,8 @@ def test_the_same_experts_and_weights(name: str) -> None:
         for parameter in router.parameters():
             parameter.normal_(0.0, 0.7)
     # so low that ranks of experts are negative: those of groups that are left out must not come before them
-    bias = torch.randn(NUM_EXPERTS) - 1.0 if rule.score == "sigmoid" else None
+    has_bias = rule.score == "sigmoid" or isinstance(router, Ernie4_5_MoeTopKRouter)
+    bias = torch.randn(NUM_EXPERTS) - 1.0 if has_bias else None
     hidden = torch.randn(NUM_TOKENS, HIDDEN)
     with torch.no_grad():
         logits, weights, experts = run(router, hidden, bias)
@@ -72,7 +81,9 @@ def test_the_same_experts_and_weights(name: str) -> None:
 def run(router: nn.Module, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(router, MiniMaxM2TopKRouter):
         return router(hidden, bias)
-    if bias is not None:
+    if isinstance(router, Ernie4_5_MoeTopKRouter):
+        router.moe_statics.e_score_correction_bias.copy_(bias)
+    elif bias is not None:
         router.e_score_correction_bias.copy_(bias)
     return router(hidden)
 

@@ -108,6 +108,10 @@ BAICHUAN = (
 )  # fmt: skip
 
 
+ERNIE = "{{ bos_token }}" + (
+    _EACH + "{% if m.role == 'user' %}User: {{ m.content }}\n{% elif m.role == 'assistant' %}"
+    "Assistant: {{ m.content }}<|end_of_sentence|>{% else %}{{ m.content }}\n{% endif %}" + _END
+) + f"{_ASKED}Assistant: {_DONE}"  # fmt: skip
 SEED = (
     _EACH + "{{ bos_token }}{{ m.role }}\n{{ m.content }}{{ eos_token }}" + _END
     + f"{_ASKED}{{{{ bos_token }}}}assistant\n{_DONE}"
@@ -142,6 +146,7 @@ _GLM_MARKERS = ("<|endoftext|>", "[gMASK]", "<sop>", *_GLM_ROLES)
 _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _GEMMA_MARKERS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _BAICHUAN_MARKERS = ("<reserved_106>", "<reserved_107>")
+_ERNIE_MARKERS = ("<|begin_of_sentence|>", "<|end_of_sentence|>")
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "llama_4_scaling_beta": 0.1}
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
 
@@ -213,6 +218,10 @@ FAMILIES: dict[str, ChatFamily] = {
     "olmo-2": ChatFamily("olmo2", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
     "olmo-3": _chatml("olmo3"),
     "olmoe": ChatFamily("olmoe", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
+    **{
+        name: ChatFamily(variant, ERNIE, _ERNIE_MARKERS, ("</s>",), bos="<|begin_of_sentence|>", is_sentencepiece=True)
+        for name, variant in (("ernie-4.5", "ernie4_5"), ("ernie-4.5-moe", "ernie4_5-moe"))
+    },
     "seed-oss": ChatFamily("seed-oss", SEED, ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), bos="<seed:bos>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,
                                vocab_size=BAICHUAN2_VOCABULARY),

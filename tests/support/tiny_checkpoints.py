@@ -38,6 +38,8 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "chatglm": (hf.GlmConfig, hf.GlmForCausalLM),
     "deepseek-v2": (hf.DeepseekV2Config, hf.DeepseekV2ForCausalLM),
     "deepseek-v3": (hf.DeepseekV3Config, hf.DeepseekV3ForCausalLM),
+    "ernie4_5": (hf.Ernie4_5Config, hf.Ernie4_5ForCausalLM),
+    "ernie4_5-moe": (hf.Ernie4_5_MoeConfig, hf.Ernie4_5_MoeForCausalLM),
     "gemma": (hf.GemmaConfig, hf.GemmaForCausalLM),
     "gemma2": (hf.Gemma2Config, hf.Gemma2ForCausalLM),
     "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
@@ -168,6 +170,17 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "baichuan": ("baichuan", {"num_key_value_heads": 6}),
     "baichuan2-head": ("baichuan", {"num_key_value_heads": 6, "vocab_size": 125_696}),
     "baichuan-alibi": ("baichuan-alibi", {"num_key_value_heads": 6}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5-biases": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
+    "ernie4_5-moe": (
+        "ernie4_5-moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    ),
+    "ernie4_5-moe-interval": (
+        "ernie4_5-moe",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 0,
+         "num_hidden_layers": 5, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2,
+         "tie_word_embeddings": False},
+    ),
     "gemma": ("gemma", {"head_dim": 20, "attention_bias": True}),
     "gemma2": (
         "gemma2",

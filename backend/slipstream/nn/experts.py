@@ -17,6 +17,7 @@ from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.vector import Vector
+from slipstream.nn.weight_slot import SELECTION_BIAS
 
 
 class Experts:
@@ -77,4 +78,4 @@ class Experts:
     def vectors(self) -> dict[tuple[str, str], Vector]:
         """By module and suffix."""
         bias = self.selection_bias
-        return {} if bias is None else {("selection_bias", "e_score_correction_bias"): bias}
+        return {} if bias is None else {("selection_bias", SELECTION_BIAS): bias}

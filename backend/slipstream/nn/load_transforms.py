@@ -13,9 +13,10 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.weight_slot import FLOAT_DTYPES, WeightSlot
+from slipstream.nn.weight_slot import FLOAT_DTYPES, SELECTION_BIAS, WeightSlot
 
 LEAST_NORM = 1e-12
+PLAIN_SUFFIXES = ("weight", "bias", SELECTION_BIAS)  # of tensors that no method quantises
 
 
 class Transform(Protocol):
@@ -74,6 +75,20 @@ class NormaliseRows:
 
 
 @dataclass(frozen=True)
+class Unsqueeze:
+    """Stored with a first axis of length 1, as ERNIE's biases of experts."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *shape)
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor.squeeze(0)
+
+    def suffixes(self) -> tuple[str, ...]:
+        return (SELECTION_BIAS,)
+
+
+@dataclass(frozen=True)
 class PermuteRows:
     """Row i of every len(order) rows is the stored row order[i]; converts interleaved rotary pairs to halves."""
 
@@ -95,7 +110,7 @@ def transformed(slot: WeightSlot, suffix: str, name: str, transforms: tuple[Tran
     Raises ConfigError for a quantised tensor, whose packed words and scales have other axes.
     """
     wanted = [transform for transform in transforms if suffix in transform.suffixes()]
-    if transforms and (slot.dtypes != FLOAT_DTYPES or suffix not in ("weight", "bias")):
+    if transforms and (slot.dtypes != FLOAT_DTYPES or suffix not in PLAIN_SUFFIXES):
         raise ConfigError("model", f"{name}.{suffix}", f"is quantised, and needs {transforms[0]}: not served")
     shape, mean = slot.shape, slot.mean
     for transform in reversed(wanted):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
+SELECTION_BIAS = "e_score_correction_bias"  # suffix of the bias that ranks experts
 
 
 @dataclass(frozen=True)

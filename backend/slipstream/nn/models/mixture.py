@@ -43,7 +43,8 @@ def with_experts(
     name = next((name for name in _NUM_EXPERTS if config.has(name)), _NUM_EXPERTS[0])
     config.integer(name, experts.num_experts, maximum=MAX_EXPERTS)
     if experts.routing.num_experts_per_token > experts.num_experts:
-        raise config.error("num_experts_per_tok", f"must be at most {name}={experts.num_experts}")
+        limit = f"{config.names.get(name, name)}={experts.num_experts}"
+        raise config.error("num_experts_per_tok", f"must be at most {limit}")
     sparse = [layer for layer in range(spec.num_layers) if layer not in dense]
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
