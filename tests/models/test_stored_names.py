@@ -18,7 +18,8 @@ from slipstream.nn.load import load_model
 from slipstream.nn.load_transforms import AddOne, NormaliseRows, PermuteRows, Transform, Transpose
 from slipstream.nn.models import llama
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
-from slipstream.nn.stored_names import Fused, Names, Stored, stored_slots
+from slipstream.nn.stored_names import Fused, Names, Stacked, Stored, stored_slots
+from slipstream.nn.weight_slot import WeightSlot
 from stored_formats import STORED, drawn, linear_spec, method_of
 from tiny_checkpoints import make_checkpoint
 
@@ -62,6 +63,19 @@ def test_a_fused_tensor_is_its_parts_in_order(name: str, bias: bool) -> None:
         slot.load(whole)
     for (key, ours), theirs in zip(held(fused).items(), held(apart).values(), strict=True):
         assert torch.equal(ours.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8)), key
+
+
+def test_experts_of_one_tensor_have_a_module_s_names_or_the_tensor_s_own() -> None:
+    names = {"expert_gate": Stacked("moe.in", ("gate",)), "expert_up": Stacked("moe.up", ("up",), is_module=True)}
+    parts = [
+        (f"{part}.{expert}", suffix, WeightSlot((4, 2), torch.empty(4, 2).copy_))
+        for part in ("gate", "up")
+        for expert in range(3)
+        for suffix in ("weight", "weight_scale")
+    ]
+    slots = stored_slots(parts, names, 0)
+    assert list(slots) == ["moe.in", "moe.in_weight_scale", "moe.up.weight", "moe.up.weight_scale"]
+    assert {slot.shape for slot in slots.values()} == {(3, 4, 2)}
 
 
 def test_a_fused_shape_that_is_another_is_refused() -> None:

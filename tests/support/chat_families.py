@@ -147,6 +147,7 @@ _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _GEMMA_MARKERS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _BAICHUAN_MARKERS = ("<reserved_106>", "<reserved_107>")
 _ERNIE_MARKERS = ("<|begin_of_sentence|>", "<|end_of_sentence|>")
+_GRANITE_MARKERS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "llama_4_scaling_beta": 0.1}
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
 
@@ -213,8 +214,15 @@ FAMILIES: dict[str, ChatFamily] = {
         "phi3-longrope", PHI3, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
         ("<|end|>", "<|endoftext|>"), front=("<s>",), is_sentencepiece=True,
     ),
-    "granite-3": ChatFamily("granite", GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-                            ("<|end_of_text|>",), bos="", changes={"tie_word_embeddings": False}),
+    "granite-3": ChatFamily("granite", GRANITE, _GRANITE_MARKERS, ("<|end_of_text|>",), bos="",
+                            changes={"tie_word_embeddings": False}),
+    **{
+        name: ChatFamily(variant, GRANITE, _GRANITE_MARKERS, ("<|end_of_text|>",), bos="")
+        for name, variant in (
+            ("granite-3-moe", "granite-moe"), ("granite-moe-shared", "granite-moe-shared"),
+            ("granite-4-micro", "granite-hybrid"),
+        )
+    },
     "olmo-2": ChatFamily("olmo2", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
     "olmo-3": _chatml("olmo3"),
     "olmoe": ChatFamily("olmoe", OLMO2, ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),

@@ -51,6 +51,9 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "glm4-moe-lite": (hf.Glm4MoeLiteConfig, hf.Glm4MoeLiteForCausalLM),
     "gpt-oss": (hf.GptOssConfig, hf.GptOssForCausalLM),
     "granite": (hf.GraniteConfig, hf.GraniteForCausalLM),
+    "granite-moe": (hf.GraniteMoeConfig, hf.GraniteMoeForCausalLM),
+    "granite-moe-shared": (hf.GraniteMoeSharedConfig, hf.GraniteMoeSharedForCausalLM),
+    "granite-hybrid": (hf.GraniteMoeHybridConfig, hf.GraniteMoeHybridForCausalLM),
     "minimax-m2": (hf.MiniMaxM2Config, hf.MiniMaxM2ForCausalLM),
     "olmo2": (hf.Olmo2Config, hf.Olmo2ForCausalLM),
     "olmo3": (hf.Olmo3Config, hf.Olmo3ForCausalLM),
@@ -81,6 +84,12 @@ LATENT: dict[str, object] = {
 }
 
 
+GRANITE: dict[str, object] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 LAYER_ROPES: dict[str, object] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -205,10 +214,25 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
          "swiglu_limit": 0.7,
          **_rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)},
     ),
-    "granite": (
-        "granite",
-        {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
-         "logits_scaling": 8.0, "attention_bias": True, "tie_word_embeddings": True},
+    "granite": ("granite", {**GRANITE, "attention_bias": True, "tie_word_embeddings": True}),
+    "granite-moe": (
+        "granite-moe", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+    ),
+    "granite-moe-shared": (
+        "granite-moe-shared",
+        {**GRANITE, "num_local_experts": 6, "intermediate_size": 24, "shared_intermediate_size": 40,
+         "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "granite-hybrid": (
+        "granite-hybrid",
+        {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40,
+         "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "tie_word_embeddings": True,
+         "mamba_n_heads": 32},
+    ),
+    "granite-hybrid-unrotated": (
+        "granite-hybrid",
+        {**GRANITE, "num_local_experts": 6, "intermediate_size": 24, "shared_intermediate_size": 40,
+         "layer_types": ["full_attention"] * 3, "mamba_n_heads": 32},
     ),
     "minimax-m2": ("minimax-m2", {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 24}),
     "olmo2": ("olmo2", {"attention_bias": True}),

@@ -40,13 +40,21 @@ class Fused:
 class Stacked:
     """Experts' modules that are stored as one tensor of three axes, experts first, each as Fused has its parts.
 
-    Tensors are called "name" for weights, and "name_suffix" for others. is_transposed: a weight is stored [in, out].
+    Tensors are called "name" for weights, and "name_suffix" for others; with is_module "name.suffix", as others are.
+    is_transposed: a weight is stored [in, out].
     """
 
     name: str
     parts: tuple[str, ...]
     split: str = "rows"
     is_transposed: bool = False
+    is_module: bool = False
+
+    def tensor(self, stored: str, suffix: str) -> str:
+        """The name of a layer's tensor. stored: `name` of this layer."""
+        if self.is_module:
+            return f"{stored}.{suffix}"
+        return stored if suffix == "weight" else f"{stored}_{suffix}"
 
 
 Name = str | Stored | Fused | Stacked
@@ -85,8 +93,8 @@ def stored_slots(parts: Iterable[Part], names: Names, layer: int | str, num_head
         split = _Split(f"{stored}.{suffix}", [own[part] for part in name.parts], name.split, num_heads)
         slots[f"{stored}.{suffix}"] = split.slot()
     for (stack, stored, suffix), own in stacked.items():
-        stored = stored if suffix == "weight" else f"{stored}_{suffix}"
-        slots[stored] = _stacked_slot(stack, stored, suffix, own)
+        tensor = stack.tensor(stored, suffix)
+        slots[tensor] = _stacked_slot(stack, tensor, suffix, own)
     return slots
 
 

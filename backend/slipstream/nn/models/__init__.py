@@ -18,6 +18,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granite_moe,
     llama,
     minimax_m2,
     mistral,

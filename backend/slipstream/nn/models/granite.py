@@ -12,13 +12,17 @@ from slipstream.nn.spec import DecoderSpec
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
+    return with_multipliers(config, llama.read_spec(config))
+
+
+def with_multipliers(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:
     scale, residual = config.number("attention_multiplier", 1.0), config.number("residual_multiplier", 1.0)
 
     def change(_: int, layer: LayerSpec) -> LayerSpec:
         return replace(layer, attention=replace(layer.attention, scale=scale), residual_scale=residual)
 
     return replace(
-        llama.read_spec(config).map_layers(change),
+        spec.map_layers(change),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / config.number("logits_scaling", 1.0),
     )
