@@ -108,6 +108,11 @@ BAICHUAN = (
 )  # fmt: skip
 
 
+DOTS = (
+    _EACH + "{% if m.role == 'system' %}<|system|>{{ m.content }}<|endofsystem|>{% elif m.role == 'user' %}"
+    "<|userprompt|>{{ m.content }}<|endofuserprompt|>{% else %}<|response|>{{ m.content }}<|endofresponse|>{% endif %}"
+    + _END + f"{_ASKED}<|response|>{_DONE}"
+)  # fmt: skip
 ERNIE = "{{ bos_token }}" + (
     _EACH + "{% if m.role == 'user' %}User: {{ m.content }}\n{% elif m.role == 'assistant' %}"
     "Assistant: {{ m.content }}<|end_of_sentence|>{% else %}{{ m.content }}\n{% endif %}" + _END
@@ -230,6 +235,11 @@ FAMILIES: dict[str, ChatFamily] = {
         name: ChatFamily(variant, ERNIE, _ERNIE_MARKERS, ("</s>",), bos="<|begin_of_sentence|>", is_sentencepiece=True)
         for name, variant in (("ernie-4.5", "ernie4_5"), ("ernie-4.5-moe", "ernie4_5-moe"))
     },
+    "dots.llm1": ChatFamily(
+        "dots1", DOTS,
+        ("<|system|>", "<|endofsystem|>", "<|userprompt|>", "<|endofuserprompt|>", "<|response|>", "<|endofresponse|>"),
+        ("<|endofresponse|>",), bos="",
+    ),
     "seed-oss": ChatFamily("seed-oss", SEED, ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), bos="<seed:bos>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,
                                vocab_size=BAICHUAN2_VOCABULARY),

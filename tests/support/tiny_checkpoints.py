@@ -38,6 +38,7 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "chatglm": (hf.GlmConfig, hf.GlmForCausalLM),
     "deepseek-v2": (hf.DeepseekV2Config, hf.DeepseekV2ForCausalLM),
     "deepseek-v3": (hf.DeepseekV3Config, hf.DeepseekV3ForCausalLM),
+    "dots1": (hf.Dots1Config, hf.Dots1ForCausalLM),
     "ernie4_5": (hf.Ernie4_5Config, hf.Ernie4_5ForCausalLM),
     "ernie4_5-moe": (hf.Ernie4_5_MoeConfig, hf.Ernie4_5_MoeForCausalLM),
     "gemma": (hf.GemmaConfig, hf.GemmaForCausalLM),
@@ -179,6 +180,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "baichuan": ("baichuan", {"num_key_value_heads": 6}),
     "baichuan2-head": ("baichuan", {"num_key_value_heads": 6, "vocab_size": 125_696}),
     "baichuan-alibi": ("baichuan-alibi", {"num_key_value_heads": 6}),
+    "dots1": ("dots1", {**GLM_EXPERTS, "n_shared_experts": 2, "norm_topk_prob": True, "attention_bias": True}),
+    "dots1-groups-windows": (
+        "dots1",
+        {**GLM_EXPERTS, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "sliding_window": 9,
+         "max_window_layers": 1},
+    ),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
     "ernie4_5-moe": (

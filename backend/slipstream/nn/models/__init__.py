@@ -8,6 +8,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     baichuan,
     chatglm,
     deepseek,
+    dots1,
     ernie4_5,
     gemma,
     gemma2,
