@@ -117,6 +117,8 @@ ERNIE = "{{ bos_token }}" + (
     _EACH + "{% if m.role == 'user' %}User: {{ m.content }}\n{% elif m.role == 'assistant' %}"
     "Assistant: {{ m.content }}<|end_of_sentence|>{% else %}{{ m.content }}\n{% endif %}" + _END
 ) + f"{_ASKED}Assistant: {_DONE}"  # fmt: skip
+EXAONE = _EACH + "[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n" + _END + f"{_ASKED}[|assistant|]\n<think>\n{_DONE}"
+K_EXAONE = EXAONE.replace("[|", "<|").replace("|]", "|>")
 SEED = (
     _EACH + "{{ bos_token }}{{ m.role }}\n{{ m.content }}{{ eos_token }}" + _END
     + f"{_ASKED}{{{{ bos_token }}}}assistant\n{_DONE}"
@@ -152,6 +154,7 @@ _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _GEMMA_MARKERS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _BAICHUAN_MARKERS = ("<reserved_106>", "<reserved_107>")
 _ERNIE_MARKERS = ("<|begin_of_sentence|>", "<|end_of_sentence|>")
+_EXAONE_MARKERS = ("[BOS]", "[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]", "<think>", "</think>")
 _GRANITE_MARKERS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "llama_4_scaling_beta": 0.1}
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
@@ -239,6 +242,11 @@ FAMILIES: dict[str, ChatFamily] = {
         "dots1", DOTS,
         ("<|system|>", "<|endofsystem|>", "<|userprompt|>", "<|endofuserprompt|>", "<|response|>", "<|endofresponse|>"),
         ("<|endofresponse|>",), bos="",
+    ),
+    "exaone-4": ChatFamily("exaone4", EXAONE, _EXAONE_MARKERS, ("[|endofturn|]",), bos="[BOS]"),
+    "k-exaone": ChatFamily(
+        "exaone-moe", K_EXAONE, ("<|system|>", "<|user|>", "<|assistant|>", "<|endofturn|>", "<think>", "</think>"),
+        ("<|endofturn|>",), bos="",
     ),
     "seed-oss": ChatFamily("seed-oss", SEED, ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), bos="<seed:bos>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,

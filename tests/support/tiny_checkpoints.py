@@ -41,6 +41,8 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "dots1": (hf.Dots1Config, hf.Dots1ForCausalLM),
     "ernie4_5": (hf.Ernie4_5Config, hf.Ernie4_5ForCausalLM),
     "ernie4_5-moe": (hf.Ernie4_5_MoeConfig, hf.Ernie4_5_MoeForCausalLM),
+    "exaone4": (hf.Exaone4Config, hf.Exaone4ForCausalLM),
+    "exaone-moe": (hf.ExaoneMoeConfig, hf.ExaoneMoeForCausalLM),
     "gemma": (hf.GemmaConfig, hf.GemmaForCausalLM),
     "gemma2": (hf.Gemma2Config, hf.Gemma2ForCausalLM),
     "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
@@ -196,6 +198,21 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 0,
          "num_hidden_layers": 5, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2,
          "tie_word_embeddings": False},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "exaone4-full": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "exaone-moe": (
+        "exaone-moe",
+        {**EXPERTS, "sliding_window": 9, "num_hidden_layers": 5, "num_shared_experts": 2, "num_experts": 8},
+    ),
+    "exaone-moe-groups": (
+        "exaone-moe",
+        {**EXPERTS, "sliding_window": 9, "num_experts": 8, "n_group": 4, "topk_group": 2,
+         "mlp_layer_types": ["sparse", "dense", "sparse"],
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
     "gemma": ("gemma", {"head_dim": 20, "attention_bias": True}),
     "gemma2": (

@@ -10,6 +10,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     deepseek,
     dots1,
     ernie4_5,
+    exaone4,
     gemma,
     gemma2,
     gemma3,

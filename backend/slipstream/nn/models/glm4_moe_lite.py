@@ -7,10 +7,8 @@ from slipstream.nn.models.deepseek import V3_NAMES
 from slipstream.nn.models.family import FAMILIES, Family
 from slipstream.nn.models.glm4_moe import MTP_LAYER, read_experts
 from slipstream.nn.models.latent import latent_parts, latent_spec
-from slipstream.nn.models.mixture import with_experts
+from slipstream.nn.models.mixture import dense_layers, with_experts
 from slipstream.nn.spec import DecoderSpec
-
-DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
@@ -19,12 +17,7 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     if config.values.get("rope_interleave", True) is None:  # Hugging Face's class takes none either
         raise config.error("rope_interleave", "must be true or false")
     spec = latent_spec(config, V3_NAMES, config.boolean("rope_interleave", True))
-    kinds = config.strings("mlp_layer_types")
-    if kinds and (len(kinds) != spec.num_layers or set(kinds) - {DENSE, SPARSE}):
-        raise config.error("mlp_layer_types", f"must be {spec.num_layers} of {DENSE} or {SPARSE}")
-    first_dense = config.integer("first_k_dense_replace", 1, minimum=0)
-    dense = [layer for layer in range(spec.num_layers) if (kinds[layer] == DENSE if kinds else layer < first_dense)]
-    return with_experts(config, spec, V3_NAMES, experts, dense, latent_parts(config))
+    return with_experts(config, spec, V3_NAMES, experts, dense_layers(config, spec.num_layers, 1), latent_parts(config))
 
 
 FAMILIES.register("Glm4MoeLiteForCausalLM")(Family(read_spec, V3_NAMES, ignored_prefixes=(MTP_LAYER,)))

@@ -15,6 +15,7 @@ from slipstream.nn.stored_names import Name, Names
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # the families' names for it
 MAX_EXPERTS = 8192  # beyond all published models; names of every expert are made of a config
+DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
 SHARED = "shared_"  # before the parts of the shared experts' MLP
 
 
@@ -28,6 +29,19 @@ def expert_names(mlp: str, projection: str = "{part}_proj", shared: str = "") ->
     if shared:
         names |= {f"{SHARED}{part}": f"{mlp}.{shared}.{projection.format(part=part)}" for part in MLP_PARTS}
     return names
+
+
+def dense_layers(config: HFConfig, num_layers: int, first: int) -> list[int]:
+    """Those that mlp_layer_types calls dense or, without such a list, the first ones.
+
+    first: how many, where first_k_dense_replace does not say.
+    """
+    kinds = config.strings("mlp_layer_types")
+    if not kinds:
+        return list(range(min(num_layers, config.integer("first_k_dense_replace", first, minimum=0))))
+    if len(kinds) != num_layers or set(kinds) - {DENSE, SPARSE}:
+        raise config.error("mlp_layer_types", f"must be {num_layers} of {DENSE} or {SPARSE}")
+    return [layer for layer, kind in enumerate(kinds) if kind == DENSE]
 
 
 def with_experts(
