@@ -21,10 +21,11 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.attention.invariant import InvariantAttention
 from slipstream.nn.attention.split_kv import SplitKVAttention
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RopeSpec, RouterSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec
 from slipstream.nn.load import load_model
 from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
+from slipstream.nn.rope_spec import RopeSpec
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.spec_refusals import check_served
 from slipstream_kernels.ops import RoutingRule

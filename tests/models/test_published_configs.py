@@ -373,7 +373,8 @@ def test_what_cannot_be_honoured_is_named(name: str, changes: dict[str, object],
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_ministral_3_has_a_window_only_where_it_is_stated(is_wrapped: bool, tmp_path: Path) -> None:
     """Its text_config may leave out what is null; Mistral's default is a window of 4096."""
-    rope = {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
+    rope = {**YARN, "factor": 16.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    rope["original_max_position_embeddings"] = 16384
     values = config("Ministral3ForCausalLM", 4096, 14336, 34, 32, 8, 131072, 262144, rope_parameters=rope)
     if is_wrapped:
         text = {**values, "model_type": "ministral3", "architectures": None}
@@ -381,4 +382,9 @@ def test_ministral_3_has_a_window_only_where_it_is_stated(is_wrapped: bool, tmp_
     (tmp_path / "config.json").write_text(json.dumps(values))
     spec = read_spec(tmp_path)
     attention = spec.layers[0].attention
-    assert (attention.sliding_window, attention.head_dim, spec.norm_eps, spec.max_model_len) == (None, 128, 1e-5, 16384)
+    assert (attention.sliding_window, attention.head_dim, spec.norm_eps, spec.max_model_len) == (
+        None,
+        128,
+        1e-5,
+        262144,
+    )

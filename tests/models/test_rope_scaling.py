@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import load_model
 from slipstream.nn.models.rope_scaling import MAX_POSITIONS
-from slipstream.nn.rotary import cos_sin_cache
+from slipstream.nn.rotary import RopeTables, cos_sin_cache
 from slipstream.nn.spec import DecoderSpec, read_spec
 from tiny_checkpoints import make_checkpoint, relative_error
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -129,17 +130,51 @@ def spec_of(path: Path, scaling: dict[str, object]) -> DecoderSpec:
     return read_spec(path, json.dumps(scaling))
 
 
-def test_a_scaling_of_queries_by_position_ends_what_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Ministral 3's queries are multiplied by 1 before its original length, and by more behind it."""
+SCALED_QUERIES = {**YARN, "rope_theta": 500.0, "llama_4_scaling_beta": 0.1}
+
+
+def test_queries_are_scaled_by_their_position(tmp_path: Path) -> None:
+    """A load for no more than the original length has nothing to scale; another rope scaling keeps that of queries."""
     make_checkpoint("mistral-seeing", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["rope_parameters"] = {**YARN, "rope_theta": 500.0, "llama_4_scaling_beta": 0.1}
+    config["text_config"]["rope_parameters"] = SCALED_QUERIES
     (tmp_path / "config.json").write_text(json.dumps(config))
+    ropes = [read_spec(tmp_path, scaling).layers[0].attention.rope for scaling in ("", '{"rope_type": "default"}')]
+    for rope in ropes:
+        assert rope is not None and (rope.query_beta, rope.query_length) == (0.1, 16)
+        scales = RopeTables(40, torch.device("cpu")).query_scales(rope)
+        expected = [1.0] * 16 + [1 + 0.1 * math.log(2)] * 16 + [1 + 0.1 * math.log(3)] * 8
+        assert scales is not None and scales.tolist() == pytest.approx(expected)
+        assert RopeTables(16, torch.device("cpu")).query_scales(rope) is None
+    assert read_spec(tmp_path).max_model_len == 64
+
+
+def test_latent_attention_is_served_up_to_the_first_scaled_query(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint("deepseek-v3", tmp_path, rope_parameters=SCALED_QUERIES)
     assert read_spec(tmp_path).max_model_len == 16
     assert "up to 16 tokens are served" in caplog.text
-    assert read_spec(tmp_path, '{"rope_type": "linear", "factor": 4.0}').max_model_len == 16
     with pytest.raises(ConfigError, match="max_model_len=17"):
         load_model(ModelConfig(model=str(tmp_path), device="cpu", max_model_len=17))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"llama_4_scaling_beta": -0.1}, "llama_4_scaling_beta=-0.1: must be a number above 0"),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings=None: is missing"),
+    ],
+)
+def test_a_scaling_of_queries_that_means_nothing_is_named(
+    fields: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    make_checkpoint("ministral3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=named):
+        read_spec(tmp_path)
 
 
 def test_longrope_takes_its_factors_by_max_model_len(llama: Path) -> None:

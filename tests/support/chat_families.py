@@ -156,7 +156,6 @@ _BAICHUAN_MARKERS = ("<reserved_106>", "<reserved_107>")
 _ERNIE_MARKERS = ("<|begin_of_sentence|>", "<|end_of_sentence|>")
 _EXAONE_MARKERS = ("[BOS]", "[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]", "<think>", "</think>")
 _GRANITE_MARKERS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
-_MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "llama_4_scaling_beta": 0.1}
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
 
 FAMILIES: dict[str, ChatFamily] = {
@@ -186,7 +185,6 @@ FAMILIES: dict[str, ChatFamily] = {
     "ministral-3": ChatFamily(
         "ministral3", MISTRAL_SMALL, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), ("</s>",),
         front=("<s>",),
-        changes={"rope_parameters": {**_MINISTRAL_ROPE, "original_max_position_embeddings": MAX_POSITIONS}},
     ),
     "mixtral": ChatFamily("mixtral", LLAMA2, (), ("</s>",), front=("<s>",), is_sentencepiece=True),
     "minimax-m2": ChatFamily("minimax-m2", MINIMAX, ("]~!b[", "]~b]", "[e~[", "<think>"), ("[e~[",), bos=""),

@@ -140,7 +140,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "ministral3": (
         "ministral3",
-        {"head_dim": 12, **_rope("yarn", factor=2.0, original_max_position_embeddings=48, mscale=1.0,
+        {"head_dim": 12, **_rope("yarn", factor=2.0, original_max_position_embeddings=12, mscale=1.0,
                                  mscale_all_dim=1.0, llama_4_scaling_beta=0.1)},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 5}),

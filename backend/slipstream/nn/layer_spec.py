@@ -14,45 +14,10 @@ from torch import Tensor
 
 from slipstream.nn.kv_layout import KVLayout, LayerCache, key_value_cache, key_value_layout, latent_layout
 from slipstream.nn.parallel import Parallel
+from slipstream.nn.rope_spec import RopeSpec
 
 SOFTMAX = RoutingRule()  # renormalised
 PADDING = ""  # a part of zeros, which no checkpoint stores
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding of the first `rotary_dim` features of a head; the maths is in nn/rotary.py.
-
-    type: default, linear, dynamic, yarn, llama3 or longrope; the fields below `factor` serve those that need them.
-    short_factors, long_factors: of longrope, what divides each frequency where the longest sequence that is served is
-    within original_max_position_embeddings, and beyond: one choice for all sequences, as keys are cached once.
-    longest: tokens, beyond which the family also scales queries by their position, which is not served; 0: none.
-    is_interleaved: features (0, 1), (2, 3), … turn together, instead of each with the one half of rotary_dim further.
-    """
-
-    type: str
-    theta: float
-    rotary_dim: int
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    is_interleaved: bool = False
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    longest: int = 0
-
-    def max_model_len(self, max_position_embeddings: int) -> int:
-        """The longest sequence (tokens): linear and dynamic stretch max_position_embeddings, yarn its original length;
-        a llama3 config states the stretched length already. At most `longest`."""
-        length = int(max_position_embeddings * (self.factor if self.type in ("linear", "dynamic") else 1))
-        if self.type == "yarn":
-            length = max(length, int(self.original_max_position_embeddings * self.factor))
-        return min(length, self.longest or length)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.layer_spec import AttentionSpec, RopeSpec
+from slipstream.nn.layer_spec import AttentionSpec
+from slipstream.nn.rope_spec import RopeSpec
 
 
 class RopeTables:
@@ -21,6 +22,7 @@ class RopeTables:
     def __init__(self, num_positions: int, device: torch.device) -> None:
         self._num_positions, self._device = num_positions, device
         self._made: dict[RopeSpec, ops.Rope] = {}
+        self._scales: dict[RopeSpec, Tensor] = {}
 
     def of(self, spec: RopeSpec | None) -> ops.Rope | None:
         if spec is None:
@@ -32,6 +34,15 @@ class RopeTables:
             table = table.to(self._device)
             self._made[spec] = ops.Rope(table, spec.is_interleaved)
         return self._made[spec]
+
+    def query_scales(self, spec: RopeSpec | None) -> Tensor | None:
+        """[num_positions] float32: what a query at each position is multiplied by; None: all by 1."""
+        if spec is None or not spec.query_beta or self._num_positions <= spec.query_length:
+            return None
+        if spec not in self._scales:
+            periods = torch.arange(self._num_positions) // spec.query_length
+            self._scales[spec] = (1 + spec.query_beta * periods.float().log1p()).to(self._device)
+        return self._scales[spec]
 
 
 def table_bytes(attentions: Iterable[AttentionSpec], num_positions: int) -> int:

@@ -33,7 +33,7 @@ class SelfAttention:
         own = spec.of_rank(context.parallel)
         q_heads, self._kv_heads = spec.heads_of(context.parallel)
         self.sinks = Vector(spec.num_q_heads, context, q_heads) if spec.sinks else None
-        self.options = _options(own, self.norms, self.sinks, ropes.of(spec.rope), context)
+        self.options = _options(own, self.norms, self.sinks, ropes, context)
         self._head_counts = (own.num_q_heads, own.num_kv_heads, own.num_kv_heads)
         self._device = context.device
 
@@ -93,13 +93,13 @@ def _options(
     spec: AttentionSpec,
     norms: tuple[RMSNorm, ...],
     sinks: Vector | None,
-    rope: ops.Rope | None,
+    ropes: RopeTables,
     context: LayerContext,
 ) -> LayerAttention:
     of_heads = ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if spec.qk_norm == "head" else None
     slopes = torch.tensor(spec.alibi_slopes, device=context.device) if spec.alibi_slopes else None
     return LayerAttention(
-        QKRope(rope, of_heads),
+        QKRope(ropes.of(spec.rope), of_heads, ropes.query_scales(spec.rope)),
         spec.score_scale,
         spec.sliding_window,
         spec.soft_cap,

@@ -16,10 +16,20 @@ from slipstream.nn.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class QKRope:
-    """What a layer does to its query and key heads before they meet: an optional norm, then the rotation, if any."""
+    """What a layer does to its query and key heads before they meet: an optional norm, then the rotation, if any.
+
+    query_scales: [num_positions] fp32, by which rotated queries are multiplied at last.
+    """
 
     rope: ops.Rope | None
     norms: ops.HeadNorms | None = None
+    query_scales: Tensor | None = None
+
+    def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q: [T, num_q_heads, head_dim], rotated, which is changed where there are scales."""
+        if self.query_scales is None:
+            return q
+        return q.mul_(self.query_scales[positions].to(q.dtype)[:, None, None])
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ class CpuDecode:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         if cache.dtype != q.dtype:  # a draft head's: heads choose their attention before the type of the cache is known
             return PagedAttention.plan(self.attention, self.batch).forward(q, k, v, layer, cache)
-        q = self.step.rotate_and_store(q, k, v, layer.qk_rope.rope, cache, layer.qk_rope.norms)
+        qk_rope = layer.qk_rope
+        q = self.step.rotate_and_store(q, k, v, qk_rope.rope, cache, qk_rope.norms)
+        q = qk_rope.scale_queries(q, self.batch.positions)
         return self.step.attend(q, cache, layer.scale, layer.sliding_window)
 
     def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:

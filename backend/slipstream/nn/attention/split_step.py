@@ -146,7 +146,8 @@ def store_heads(
 ) -> Tensor:
     """The queries, normalised and rotated; keys, too, which go to the batch's slots with the values."""
     qk_rope = layer.qk_rope
-    return ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, qk_rope.rope, cache, qk_rope.norms)
+    q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, qk_rope.rope, cache, qk_rope.norms)
+    return qk_rope.scale_queries(q, batch.positions)
 
 
 def decode_rows(batch: ForwardBatch) -> Rows | None:

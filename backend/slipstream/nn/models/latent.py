@@ -11,6 +11,7 @@ from slipstream.nn.layer_spec import AttentionSpec, LatentSpec
 from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.module_lists import linear_modules
 from slipstream.nn.models.quantization import read_stored_format
+from slipstream.nn.models.rope import without_query_scaling
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Name, Names
 
@@ -55,7 +56,7 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
 
     def change(own: AttentionSpec) -> AttentionSpec:
         assert own.rope is not None
-        rope = replace(own.rope, is_interleaved=is_interleaved)
+        rope = without_query_scaling(replace(own.rope, is_interleaved=is_interleaved))
         return replace(own, num_kv_heads=1, head_dim=head_dim, rope=rope, scale=scale, latent=latent)
 
     return spec.map_attention(change)

@@ -7,12 +7,12 @@ import math
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import RopeSpec
+from slipstream.nn.rope_spec import RopeSpec
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 DEFAULT_THETA = 10_000.0
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-# Ministral 3 multiplies queries by 1 + beta · ln(1 + ⌊position / original length⌋).
+# Beta of 1 + beta · ln(1 + ⌊position / original length⌋), by which Ministral 3 multiplies queries.
 QUERY_SCALING = "llama_4_scaling_beta"
 SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
 
@@ -33,16 +33,20 @@ def read_rope(config: HFConfig, head_dim: int, rotated_part: float | None = None
     nested = [key for key, value in section.values.items() if isinstance(value, dict)]
     if nested:
         raise section.error(nested[0], "must be a plain value: one rope for all layers is served")
-    if section.values.get(QUERY_SCALING):
-        return replace(_rope(config, section, head_dim, top_theta), longest=_unscaled_length(section))
-    return _rope(config, section, head_dim, top_theta)
+    rope = _rope(config, section, head_dim, top_theta)
+    if not section.values.get(QUERY_SCALING):
+        return rope
+    beta, length = section.number(QUERY_SCALING), section.integer(ORIGINAL_LENGTH)
+    return replace(rope, query_beta=beta, query_length=length)
 
 
-def _unscaled_length(section: HFConfig) -> int:
-    """Tokens before the first whose query is multiplied by more than 1."""
-    length = section.integer(ORIGINAL_LENGTH)
-    log.warning("up to %d tokens are served: %s scales later queries, which is not served", length, QUERY_SCALING)
-    return length
+def without_query_scaling(rope: RopeSpec) -> RopeSpec:
+    """Of attention that does not scale queries: it serves the tokens before the first that would be multiplied."""
+    if not rope.query_beta:
+        return rope
+    told = "up to %d tokens are served: %s scales later queries, which this attention does not"
+    log.warning(told, rope.query_length, QUERY_SCALING)
+    return replace(rope, query_beta=0.0, query_length=0, longest=rope.query_length)
 
 
 def _rope(config: HFConfig, section: HFConfig, head_dim: int, top_theta: float) -> RopeSpec:
