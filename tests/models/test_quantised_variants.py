@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_configs import PUBLISHED
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import read_spec
-
-from tests.models.test_published_configs import PUBLISHED
 
 
 def compressed(
