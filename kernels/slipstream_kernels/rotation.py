@@ -25,8 +25,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMSNorm of every query and key head before its rotation.  q, k: [head_dim] weights, dtype of the heads."""
+    """RMSNorm of every query and key head before its rotation, or after it.  q, k: [head_dim], dtype of the heads."""
 
     q: torch.Tensor
     k: torch.Tensor
     eps: float
+    after_rotation: bool = False

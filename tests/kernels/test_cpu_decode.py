@@ -18,11 +18,17 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("rotary_dim", "interleaved", "has_norms", "window"),
-    [(32, False, False, None), (16, True, True, None), (32, False, True, 40), (0, False, False, 7)],
+    ("rotary_dim", "interleaved", "norms_at", "window"),
+    [
+        (32, False, "", None),
+        (16, True, "before", None),
+        (32, False, "before", 40),
+        (0, False, "", 7),
+        (16, True, "after", 9),
+    ],
 )
 def test_is_the_reference(
-    dtype: torch.dtype, rotary_dim: int, interleaved: bool, has_norms: bool, window: int | None
+    dtype: torch.dtype, rotary_dim: int, interleaved: bool, norms_at: str, window: int | None
 ) -> None:
     torch.manual_seed(3)
     num_blocks = [-(-length // BLOCK_SIZE) for length in LENS]
@@ -39,7 +45,8 @@ def test_is_the_reference(
     for tensor in stored:  # what a former owner left behind the shortest request's key
         tensor[tables[0, 0], :, 1:] = torch.nan
     rope = ops.Rope(torch.randn(400, rotary_dim), interleaved) if rotary_dim else None
-    norms = ops.HeadNorms(drawn(HEAD_DIM, dtype=dtype), drawn(HEAD_DIM, dtype=dtype), 1e-5) if has_norms else None
+    weights = drawn(HEAD_DIM, dtype=dtype), drawn(HEAD_DIM, dtype=dtype)
+    norms = ops.HeadNorms(*weights, 1e-5, norms_at == "after") if norms_at else None
     qkv = drawn(len(LENS), (GROUP + 2) * KV_HEADS, HEAD_DIM, dtype=dtype)
     q, k, v = qkv.split((GROUP * KV_HEADS, KV_HEADS, KV_HEADS), dim=1)
 

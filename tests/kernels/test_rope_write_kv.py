@@ -114,14 +114,14 @@ def test_quantised_values_are_within_their_step(device, backend, geometry, kv_dt
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, *QUANTIZED_DTYPES], ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-def test_triton_is_the_reference(device, kv_dtype, norm) -> None:
+@pytest.mark.parametrize("norm", ["", "before", "after"])
+def test_triton_is_the_reference(device, kv_dtype, norm: str) -> None:
     """The same stored values, but for single roundings that lie on the border."""
     for seed, geometry in enumerate(GEOMETRIES):
         ours, reference = (make_step(geometry, torch.float32, kv_dtype, device, seed=seed) for _ in range(2))
         if norm:
             weights = 1 + torch.rand(2, geometry[2], device=device)
-            norms = ops.HeadNorms(weights[0], weights[1], 1e-6)
+            norms = ops.HeadNorms(weights[0], weights[1], 1e-6, norm == "after")
             ours, reference = (replace(step, norms=norms) for step in (ours, reference))
         assert_near(ours.run("triton"), reference.run("reference").double(), torch.float32)
         for part in ("key", "value"):

@@ -119,6 +119,10 @@ ERNIE = "{{ bos_token }}" + (
 ) + f"{_ASKED}Assistant: {_DONE}"  # fmt: skip
 EXAONE = _EACH + "[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n" + _END + f"{_ASKED}[|assistant|]\n<think>\n{_DONE}"
 K_EXAONE = EXAONE.replace("[|", "<|").replace("|]", "|>")
+HUNYUAN = (
+    "{{ bos_token }}" + _EACH + "{% if m.role == 'system' %}{{ m.content }}<|extra_4|>"
+    "{% elif m.role == 'user' %}<|extra_0|>{{ m.content }}{% else %}{{ m.content }}<|eos|>{% endif %}" + _END
+)
 SEED = (
     _EACH + "{{ bos_token }}{{ m.role }}\n{{ m.content }}{{ eos_token }}" + _END
     + f"{_ASKED}{{{{ bos_token }}}}assistant\n{_DONE}"
@@ -155,6 +159,7 @@ _GEMMA_MARKERS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _BAICHUAN_MARKERS = ("<reserved_106>", "<reserved_107>")
 _ERNIE_MARKERS = ("<|begin_of_sentence|>", "<|end_of_sentence|>")
 _EXAONE_MARKERS = ("[BOS]", "[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]", "<think>", "</think>")
+_HUNYUAN_MARKERS = ("<|startoftext|>", "<|extra_0|>", "<|extra_4|>", "<|eos|>")
 _GRANITE_MARKERS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
 
@@ -246,6 +251,10 @@ FAMILIES: dict[str, ChatFamily] = {
         "exaone-moe", K_EXAONE, ("<|system|>", "<|user|>", "<|assistant|>", "<|endofturn|>", "<think>", "</think>"),
         ("<|endofturn|>",), bos="",
     ),
+    **{
+        name: ChatFamily(variant, HUNYUAN, _HUNYUAN_MARKERS, ("<|eos|>",), bos="<|startoftext|>")
+        for name, variant in (("hunyuan", "hunyuan"), ("hunyuan-a13b", "hunyuan-moe"))
+    },
     "seed-oss": ChatFamily("seed-oss", SEED, ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), bos="<seed:bos>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,
                                vocab_size=BAICHUAN2_VOCABULARY),

@@ -135,8 +135,8 @@ ROPE = {
 }  # fmt: skip
 ROPE_SHAPE = {
     "NUM_Q_HEADS": 32, "NUM_KV_HEADS": 5, "HEAD_DIM": 80, "DIM_PADDED": 128, "BLOCK_SIZE": 64, "Q_TILES": 2,
-    "Q_HEADS": 16, "KV_HEADS": 8, "ROTARY_DIM": 80, "INTERLEAVED": False, "RUN": 8, "HAS_ROPE": True, "HAS_NORM": True,
-    "HAS_SCALE": True,
+    "Q_HEADS": 16, "KV_HEADS": 8, "ROTARY_DIM": 80, "INTERLEAVED": False, "RUN": 8, "HAS_ROPE": True,
+    "NORMS_BEFORE": True, "NORMS_AFTER": False, "HAS_SCALE": True,
 }  # fmt: skip
 
 SAMPLE = {
@@ -240,6 +240,10 @@ KERNELS = [
     ),
     ("stage_fp8_keys", "_stage_fp8_keys_kernel", ATTENTION, {**ATTENTION_SHAPE, "ROWS": 64}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", ROPE, {**ROPE_SHAPE, "FORMAT": 0}, 4),
+    (
+        "rope_write_kv", "_rope_write_kv_kernel", ROPE,
+        {**ROPE_SHAPE, "NORMS_BEFORE": False, "NORMS_AFTER": True, "FORMAT": 0}, 4,
+    ),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("fp8e4nv")}, {**ROPE_SHAPE, "FORMAT": 1}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("i8")}, {**ROPE_SHAPE, "FORMAT": 2}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("u8")}, {**ROPE_SHAPE, "FORMAT": 3}, 4),

@@ -208,6 +208,14 @@ PUBLISHED = {
                tie_word_embeddings=False, torch_dtype="bfloat16"),
         32_003_216_384,
     ),
+    "Hunyuan-A13B-Instruct": (
+        config("HunYuanMoEV1ForCausalLM", 4096, 3072, 32, 32, 8, 128167, 32768, head_dim=128, num_experts=64,
+               moe_topk=[8] * 32, moe_intermediate_size=[3072] * 32, num_shared_expert=[1] * 32, rms_norm_eps=1e-5,
+               rope_theta=10000.0, rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32,
+                                                 "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+               attention_bias=False, tie_word_embeddings=True, torch_dtype="bfloat16"),
+        80_393_183_232,
+    ),
     "Seed-OSS-36B-Instruct": (
         config("SeedOssForCausalLM", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128, attention_bias=True,
                attention_out_bias=False, mlp_bias=False, rms_norm_eps=1e-6, rope_theta=10000000.0,

@@ -115,7 +115,8 @@ class AttentionSpec:
     scale: of q·k; None is 1 / sqrt(head_dim). sliding_window: the number of latest tokens that a token sees (itself
     included); None = all. soft_cap: scores become soft_cap · tanh(score / soft_cap). alibi_slopes: one a query head,
     times the distance of the key, added to scores. rope: None = positions are not rotated in.
-    qk_norm: RMSNorm of queries and keys before the rotation, of each "head" or of all heads together ("flat").
+    qk_norm: RMSNorm of queries and keys before the rotation, of each "head" or of all heads together ("flat"), or of
+    each head after it ("rotated").
     sinks: a logit a head that takes part in the softmax without a value. output_gate: the result is multiplied by the
     sigmoid of a gate that is projected beside each query head.
     """
@@ -203,7 +204,7 @@ class AttentionSpec:
         """Features of the norms of queries and of keys, none without; of latent attention those of its ranks."""
         if self.latent is not None:
             return tuple(size for size in (self.latent.q_rank, self.latent.rank) if size)
-        heads = {"": (), "head": (1, 1), "flat": (self.num_q_heads, self.num_kv_heads)}[self.qk_norm]
+        heads = {"": (), "head": (1, 1), "rotated": (1, 1), "flat": (self.num_q_heads, self.num_kv_heads)}[self.qk_norm]
         return tuple(count * self.head_dim for count in heads)
 
     @property

@@ -96,7 +96,9 @@ def _options(
     ropes: RopeTables,
     context: LayerContext,
 ) -> LayerAttention:
-    of_heads = ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if spec.qk_norm == "head" else None
+    of_heads = None
+    if spec.qk_norm in ("head", "rotated"):
+        of_heads = ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps, spec.qk_norm == "rotated")
     slopes = torch.tensor(spec.alibi_slopes, device=context.device) if spec.alibi_slopes else None
     return LayerAttention(
         QKRope(ropes.of(spec.rope), of_heads, ropes.query_scales(spec.rope)),

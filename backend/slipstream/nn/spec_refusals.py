@@ -10,7 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from slipstream.nn.spec import MAX_POSITIONS, DecoderSpec
 
-QK_NORMS = ("", "head", "flat")
+QK_NORMS = ("", "head", "flat", "rotated")
 NORMS = ("pre", "post", "both")
 
 

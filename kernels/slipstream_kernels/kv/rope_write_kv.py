@@ -28,7 +28,7 @@ def rope_write_kv(
     slot_mapping: [num_tokens] int64, slot = block * block_size + offset; -1 writes nothing.  Slots must be distinct.
     rope None: no rotation (ALiBi).  Cache formats: kv_cache.py; fp8 saturates at 448 * scale, int8 and int4 are rounded
     to nearest, in steps of 1/127 and 1/8 of the absmax of each token's head.
-    Computed in fp32; rotated heads are rounded to q's dtype, then stored.
+    Computed in fp32; normalised and rotated heads are rounded to q's dtype, after each of both, then stored.
     Returns the queries, [num_tokens, num_q_heads, head_dim] contiguous, dtype of q (q itself without rope and norms).
     """
     _check_heads(q, k, v, positions, slot_mapping)

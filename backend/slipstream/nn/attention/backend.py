@@ -16,7 +16,7 @@ from slipstream.nn.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class QKRope:
-    """What a layer does to its query and key heads before they meet: an optional norm, then the rotation, if any.
+    """What a layer does to its query and key heads before they meet: an optional norm and the rotation, if any.
 
     query_scales: [num_positions] fp32, by which rotated queries are multiplied at last.
     """

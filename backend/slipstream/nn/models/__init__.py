@@ -21,6 +21,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     gpt_oss,
     granite,
     granite_moe,
+    hunyuan,
     llama,
     minimax_m2,
     mistral,

@@ -54,11 +54,13 @@ class DecodeStep:
         norms: HeadNorms | None,
     ) -> torch.Tensor:
         """As ops.rope_write_kv, for a cache of the heads' own type.  Returns the queries, contiguous."""
-        if norms is not None:
+        if norms is not None and not norms.after_rotation:
             q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
         if rope is not None:
             angles = self._angles_of(rope, q.shape[2])
             q, k = _rotate(q, angles, rope), _rotate(k, angles, rope)
+        if norms is not None and norms.after_rotation:
+            q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
         slots = self._slots_of(cache.key.shape)
         for heads, store in ((k, cache.key), (v, cache.value)):
             store.view(-1, store.shape[3]).index_copy_(0, slots, heads.reshape(-1, store.shape[3]))

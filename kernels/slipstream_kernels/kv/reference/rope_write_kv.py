@@ -21,13 +21,19 @@ def rope_write_kv(
     norms: HeadNorms | None,
 ) -> torch.Tensor:
     """See ops.rope_write_kv."""
-    if norms is not None:
-        q, k = (_head_norm(x, weight, norms.eps) for x, weight in ((q, norms.q), (k, norms.k)))
+    if norms is not None and not norms.after_rotation:
+        q, k = _head_norms(q, k, norms)
     if rope is not None:
         cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         q, k = (rotate(x, cos, sin, rope) for x in (q, k))
+    if norms is not None and norms.after_rotation:
+        q, k = _head_norms(q, k, norms)
     _append(k, v, cache, slot_mapping)
     return q
+
+
+def _head_norms(q: torch.Tensor, k: torch.Tensor, norms: HeadNorms) -> tuple[torch.Tensor, torch.Tensor]:
+    return _head_norm(q, norms.q, norms.eps), _head_norm(k, norms.k, norms.eps)
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -51,7 +51,7 @@ def _angles(row_ptr, dims, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, 
 @triton.jit
 def _turned(x_ptr, norm_ptr, angles_ptr, offsets, dims, is_head, eps,
             HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
-            HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
+            HAS_ROPE: tl.constexpr, NORMS_BEFORE: tl.constexpr, NORMS_AFTER: tl.constexpr):  # fmt: skip
     """Heads [HEADS, DIM_PADDED], normalised, rotated and rounded to their own type.  offsets: of each head's start.
 
     Loads the heads before the angles, because converting the layout of the angles waits for all warps.
@@ -63,17 +63,22 @@ def _turned(x_ptr, norm_ptr, angles_ptr, offsets, dims, is_head, eps,
         partners = _partners(dims, ROTARY_DIM, INTERLEAVED, RUN)
         loaded_partner = tl.load(x_ptr + offsets[:, None] + partners[None, :], mask=mask, other=0.0)
     x = loaded.to(tl.float32)
-    if HAS_NORM:
+    if NORMS_BEFORE:
         rms = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
         weight = tl.load(norm_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
         x = ((x * rms).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     if HAS_ROPE:
         cos, sin = _angles(angles_ptr, dims, ROTARY_DIM, INTERLEAVED, RUN)
         partner = loaded_partner.to(tl.float32)
-        if HAS_NORM:
+        if NORMS_BEFORE:
             weight = tl.load(norm_ptr + partners, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
             partner = ((partner * rms).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
         x = x * cos[None, :] + partner * sin[None, :]
+    if NORMS_AFTER:
+        x = x.to(dtype).to(tl.float32)
+        rms = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        weight = tl.load(norm_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+        x = (x * rms).to(dtype).to(tl.float32) * weight
     return x.to(dtype)
 
 
@@ -123,8 +128,8 @@ def _rope_write_kv_kernel(
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_TILES: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_ROPE: tl.constexpr, NORMS_BEFORE: tl.constexpr, NORMS_AFTER: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, tiles of query heads, then tiles of kv heads)."""
     start_dependents(DEPENDENT)
@@ -139,7 +144,7 @@ def _rope_write_kv_kernel(
         heads = tile * Q_HEADS + tl.arange(0, Q_HEADS)
         is_head = heads < NUM_Q_HEADS
         y = _turned(q_ptr, q_norm_ptr, angles_ptr, token * q_token_stride + heads * q_head_stride, dims, is_head, eps,
-                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, RUN, HAS_ROPE, HAS_NORM)  # fmt: skip
+                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, RUN, HAS_ROPE, NORMS_BEFORE, NORMS_AFTER)  # fmt: skip
         out_rows = (token * NUM_Q_HEADS + heads) * HEAD_DIM
         mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
         tl.store(q_out_ptr + out_rows[:, None] + dims[None, :], y, mask=mask)
@@ -150,7 +155,7 @@ def _rope_write_kv_kernel(
         v_offsets = token * v_token_stride + heads * v_head_stride
         v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
         k = _turned(k_ptr, k_norm_ptr, angles_ptr, token * k_token_stride + heads * k_head_stride, dims, is_head, eps,
-                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, RUN, HAS_ROPE, HAS_NORM)  # fmt: skip
+                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, RUN, HAS_ROPE, NORMS_BEFORE, NORMS_AFTER)  # fmt: skip
         rows = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
         _append(k, key_cache_ptr, key_scale_ptr, rows, heads, is_head,
                 KV_HEADS, HEAD_DIM, DIM_PADDED, FORMAT, HAS_SCALE)  # fmt: skip
@@ -209,7 +214,8 @@ def rope_write_kv(
         INTERLEAVED=interleaved,
         RUN=1 if interleaved else min(rotary_dim // 2 & -(rotary_dim // 2), 16),
         HAS_ROPE=rope is not None,
-        HAS_NORM=norms is not None,
+        NORMS_BEFORE=norms is not None and not norms.after_rotation,
+        NORMS_AFTER=norms is not None and norms.after_rotation,
         FORMAT=kv_format(cache.dtype),
         HAS_SCALE=cache.key_scale is not None,
         num_warps=4 if num_tokens <= FEW_TOKENS else 2,
