@@ -22,10 +22,11 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from speculation_config import speculation_config
-from tiny_checkpoints import EXPERTS_OF_GPUS, LATENT_OF_GPUS, SIZES_OF_GPUS, make_checkpoint
+from tiny_checkpoints import make_checkpoint
 from tiny_heads import make_medusa
 from tiny_latent_mtp import add_mtp
 from tiny_model import save_tokenizer
+from tiny_variants import EXPERTS_OF_GPUS, LATENT_OF_GPUS, SIZES_OF_GPUS
 
 HAS_GPU = torch.cuda.is_available()
 # Name -> checkpoint and its sizes. Weights of a token's experts are shares of these, or of all.

@@ -19,9 +19,10 @@ from slipstream.engine.executor import SerializedWorker, local_worker
 from slipstream.worker.graph_shapes import LayerShape, layer_shapes
 from slipstream.worker.host_copy import HostCopy
 from slipstream.worker.interface import StepResult
-from tiny_checkpoints import EXPERTS_OF_GPUS, LATENT_OF_GPUS, SIZES_OF_GPUS, make_checkpoint
+from tiny_checkpoints import make_checkpoint
 from tiny_heads import speculation
 from tiny_model import make_tiny_llama, make_tiny_windowed, save_tokenizer
+from tiny_variants import EXPERTS_OF_GPUS, LATENT_OF_GPUS, SIZES_OF_GPUS
 
 Texts = list[list[int]]
 LIMIT, PARITY = 40, 30.0  # 40 weighted tokens a step: of a chunk of 40 behind 60 others a third of the layers

@@ -15,7 +15,8 @@ from registered_prefix import register_prefix
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import ModelConfig
 from slipstream.nn.load import load_model
-from tiny_checkpoints import VOCAB_SIZE, TinyCheckpoint, make_checkpoint, relative_error
+from tiny_checkpoints import TinyCheckpoint, make_checkpoint, relative_error
+from tiny_variants import VOCAB_SIZE
 from transformers import DynamicCache
 
 LONG, BLOCK = 196_608, 64

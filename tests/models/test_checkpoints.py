@@ -20,7 +20,8 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, resolve_dtype
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.spec import read_spec
-from tiny_checkpoints import MAX_POSITIONS, TinyCheckpoint, make_checkpoint, make_model, relative_error
+from tiny_checkpoints import TinyCheckpoint, make_checkpoint, make_model, relative_error
+from tiny_variants import MAX_POSITIONS
 from transformers import LlamaForCausalLM
 
 PROMPT = [5, 17, 3, 90, 44, 44, 2, 61]

@@ -9,7 +9,8 @@ from paged_forward import PagedForward
 from slipstream.core.config import ModelConfig
 from slipstream.nn.load import load_model
 from slipstream.nn.models import FAMILIES
-from tiny_checkpoints import VARIANTS, make_checkpoint, relative_error
+from tiny_checkpoints import make_checkpoint, relative_error
+from tiny_variants import VARIANTS
 
 PROMPT = [(7 * position) % 89 + 3 for position in range(23)]
 ONE_OF_EACH = {family: variant for variant, (family, _) in reversed(VARIANTS.items())}

@@ -19,7 +19,8 @@ from slipstream.nn.gguf.metadata import Metadata, config_json
 from slipstream.nn.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from slipstream.nn.load import load_model
 from slipstream.tokenizer.tokenizer import TextTokenizer
-from tiny_checkpoints import CLASSES, relative_error
+from tiny_checkpoints import relative_error
+from tiny_variants import CLASSES
 from toy_tokenizers import TEXTS, sentencepiece
 from transformers import AutoTokenizer, PreTrainedModel
 

@@ -29,7 +29,8 @@ from slipstream.nn.rope_spec import RopeSpec
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.spec_refusals import check_served
 from slipstream_kernels.ops import RoutingRule
-from tiny_checkpoints import SIZES, TinyCheckpoint, draw, relative_error
+from tiny_checkpoints import TinyCheckpoint, draw, relative_error
+from tiny_variants import SIZES
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

@@ -17,7 +17,8 @@ from slipstream.nn.attention.split_kv import SplitKVAttention, SplitKVFp8Attenti
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream_kernels import ops
-from tiny_checkpoints import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, TinyCheckpoint, make_checkpoint, relative_error
+from tiny_checkpoints import TinyCheckpoint, make_checkpoint, relative_error
+from tiny_variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE
 from transformers import DynamicCache
 
 TOLERANCE = {torch.float32: 1e-4}

@@ -15,7 +15,8 @@ from slipstream.nn.load import load_model
 from slipstream.nn.quant.mxfp4 import RoundedToMXFP4
 from slipstream.nn.spec import read_spec
 from slipstream_kernels.gemm.quantize_int4 import dequantize_int4
-from tiny_checkpoints import SIZES, VARIANTS, TinyCheckpoint, draw, relative_error
+from tiny_checkpoints import TinyCheckpoint, draw, relative_error
+from tiny_variants import SIZES, VARIANTS
 from transformers import GptOssConfig, GptOssForCausalLM
 
 PROMPT = [(7 * position) % 89 + 3 for position in range(29)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_checkpoints
+import tiny_variants
 import torch
 from paged_forward import PagedForward
 from rank_threads import on_each, parallels
@@ -31,7 +31,8 @@ from slipstream.nn.spec import read_spec
 from slipstream.nn.weights import load_checkpoint
 from slipstream_kernels import ops
 from stored_formats import STORED, drawn, method_of
-from tiny_checkpoints import VARIANTS, make_checkpoint, relative_error
+from tiny_checkpoints import make_checkpoint, relative_error
+from tiny_variants import VARIANTS
 
 CPU = torch.device("cpu")
 RANKS = (2, 4)
@@ -199,7 +200,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """Of eight heads, so that four ranks share them."""
     with pytest.MonkeyPatch.context() as patch:
         for field, value in (("hidden_size", 64), ("num_attention_heads", 8), ("num_key_value_heads", 4)):
-            patch.setitem(tiny_checkpoints.SIZES, field, value)
+            patch.setitem(tiny_variants.SIZES, field, value)
         changes = {**VARIANTS[request.param][1]}
         if changes.get("num_key_value_heads") == 6:
             changes["num_key_value_heads"] = 8
@@ -243,7 +244,7 @@ def test_the_shards_of_a_checkpoint_are_the_checkpoint(
 def test_ranks_compute_what_one_computes(checkpoint: Path) -> None:
     """All rows in mixed steps, and the last rows of prompts; every rank has the whole logits, to the bit."""
     dice = random.Random(5)
-    prompts = [[dice.randrange(tiny_checkpoints.VOCAB_SIZE) for _ in range(length)] for length in (13, 1, 9)]
+    prompts = [[dice.randrange(tiny_variants.VOCAB_SIZE) for _ in range(length)] for length in (13, 1, 9)]
 
     def logits(decoder: Decoder) -> torch.Tensor:
         forward, last = PagedForward(decoder, prompts), PagedForward(decoder, prompts)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.nn.spec import DecoderSpec, read_spec
-from tiny_checkpoints import VARIANTS, make_checkpoint, selection_biases
+from tiny_checkpoints import make_checkpoint, selection_biases
+from tiny_variants import VARIANTS
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

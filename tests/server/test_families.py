@@ -17,7 +17,7 @@ import pytest
 from chat_families import FAMILIES, GREEDY, MESSAGES, PROMPT, make_family
 from llm_client import http_generate
 from llm_server import LlmServer
-from tiny_checkpoints import CLASSES, VARIANTS
+from tiny_variants import CLASSES, VARIANTS
 
 PARAMETERS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 4}
 IN_CI = (
