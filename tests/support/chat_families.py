@@ -171,6 +171,8 @@ FAMILIES: dict[str, ChatFamily] = {
     "llama-2": ChatFamily("llama2-mha", LLAMA2, (), ("</s>",), front=("<s>",), is_sentencepiece=True),
     "smollm2": _chatml("llama-tied"),
     "smollm3": _chatml("smollm3"),
+    "internlm3": _chatml("internlm3"),
+    "mimo": _chatml("mimo"),
     "r1-distill-llama": ChatFamily(
         "llama3-gqa-rope", DEEPSEEK, _DEEPSEEK_MARKERS, ("<｜end▁of▁sentence｜>",), bos=_BOS_R1, front=(_BOS_R1,)
     ),

@@ -216,6 +216,12 @@ PUBLISHED = {
                attention_bias=False, tie_word_embeddings=True, torch_dtype="bfloat16"),
         80_393_183_232,
     ),
+    "internlm3-8b-instruct": (
+        config("InternLM3ForCausalLM", 4096, 10240, 48, 32, 2, 128512, 32768, head_dim=128, bias=False, qkv_bias=False,
+               rms_norm_eps=1e-5, rope_theta=50000000, rope_scaling={"factor": 6.0, "rope_type": "dynamic"},
+               tie_word_embeddings=False, torch_dtype="bfloat16"),
+        8_804_241_408,
+    ),
     "Seed-OSS-36B-Instruct": (
         config("SeedOssForCausalLM", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128, attention_bias=True,
                attention_out_bias=False, mlp_bias=False, rms_norm_eps=1e-6, rope_theta=10000000.0,

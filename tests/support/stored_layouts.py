@@ -120,6 +120,21 @@ def with_draft_layer(path: Path, _: PreTrainedModel) -> None:
     rewrite(path, tensors, lambda values: values)
 
 
+def renamed(architecture: str, **fields: object) -> Callable[[Path, PreTrainedModel], None]:
+    """Of families that have another one's maths and names, but an architecture and perhaps fields of their own."""
+
+    def layout(path: Path, _: PreTrainedModel) -> None:
+        rewrite(path, lambda stored: stored, lambda values: {**values, "architectures": [architecture], **fields})
+
+    return layout
+
+
+def mimo(path: Path, model: PreTrainedModel) -> None:
+    """With a tensor of the layer for multi-token prediction."""
+    renamed("MiMoForCausalLM", model_type="mimo", attention_bias=True)(path, model)
+    rewrite(path, lambda stored: {**stored, "model.mtp_layers.0.input_proj.weight": torch.ones(4, 8)}, dict)
+
+
 def seeing(path: Path, model: PreTrainedModel) -> None:
     """As part of a model with eyes: Gemma's as published, Mistral's as transformers 5 saves it."""
     is_gemma = "Gemma3" in type(model).__name__
@@ -144,5 +159,7 @@ LAYOUTS: dict[str, Callable[[Path, PreTrainedModel], None]] = {
     "chatglm": chatglm,
     "gemma3-seeing": seeing,
     "glm4-moe": with_draft_layer,
+    "internlm3": renamed("InternLM3ForCausalLM"),
+    "mimo": mimo,
     "mistral-seeing": seeing,
 }

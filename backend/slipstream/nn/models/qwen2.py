@@ -16,3 +16,5 @@ def read_spec(config: HFConfig) -> DecoderSpec:
 
 
 FAMILIES.register("Qwen2ForCausalLM")(Family(read_spec, LLAMA_NAMES))
+# MiMo 7B, whose layer for multi-token prediction is not served
+FAMILIES.register("MiMoForCausalLM")(Family(read_spec, LLAMA_NAMES, ignored_prefixes=("model.mtp_layers.",)))
