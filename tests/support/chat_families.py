@@ -172,6 +172,7 @@ FAMILIES: dict[str, ChatFamily] = {
     "smollm2": _chatml("llama-tied"),
     "smollm3": _chatml("smollm3"),
     "internlm3": _chatml("internlm3"),
+    "hyperclova-x": _chatml("hyperclovax"),
     "mimo": _chatml("mimo"),
     "r1-distill-llama": ChatFamily(
         "llama3-gqa-rope", DEEPSEEK, _DEEPSEEK_MARKERS, ("<｜end▁of▁sentence｜>",), bos=_BOS_R1, front=(_BOS_R1,)

@@ -222,6 +222,13 @@ PUBLISHED = {
                tie_word_embeddings=False, torch_dtype="bfloat16"),
         8_804_241_408,
     ),
+    "HyperCLOVAX-SEED-Think-14B": (
+        config("HyperCLOVAXForCausalLM", 6144, 14336, 38, 48, 8, 110592, 131072, head_dim=128, rms_norm_eps=1e-5,
+               attention_multiplier=0.0078125, embedding_multiplier=10.0, logits_scaling=0.125,
+               residual_multiplier=1.0, use_post_norm=True, rope_theta=100000000, rope_scaling=None,
+               attention_bias=False, mlp_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16"),
+        14_748_112_896,
+    ),
     "Seed-OSS-36B-Instruct": (
         config("SeedOssForCausalLM", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128, attention_bias=True,
                attention_out_bias=False, mlp_bias=False, rms_norm_eps=1e-6, rope_theta=10000000.0,

@@ -22,6 +22,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     granite,
     granite_moe,
     hunyuan,
+    hyperclovax,
     internlm3,
     llama,
     minimax_m2,
