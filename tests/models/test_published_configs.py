@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from published_configs import PUBLISHED, STATIC_FP8, YARN, config
+from published_configs import LLAMA3, PUBLISHED, STATIC_FP8, YARN, config
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import read_spec
 
@@ -51,6 +51,8 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
         ("Hunyuan-A13B-Instruct", {"rms_norm_eps": 1e-5, "moe_intermediate_size": [3072] * 32}),
         ("internlm3-8b-instruct", {"head_dim": 128, "bias": False, "qkv_bias": False, "rms_norm_eps": 1e-5}),
         ("HyperCLOVAX-SEED-Think-14B", {"use_post_norm": True, "residual_multiplier": 1.0, "head_dim": 128}),
+        ("cwm", {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 16, "sliding_window": 8192}),
+        ("cwm", {"rope_scaling": {**LLAMA3, "factor": 16.0}, "rope_theta": 1e6, "head_dim": 128, "rms_norm_eps": 1e-5}),
         ("Seed-OSS-36B-Instruct", {"head_dim": 128, "attention_bias": True}),
         ("GLM-4-9B-0414", {"rms_norm_eps": 1.5625e-7}),
         ("chatglm3-6b", {"layernorm_epsilon": 1e-5}),
@@ -117,6 +119,7 @@ def test_what_a_config_leaves_out_is_what_hugging_face_takes(
         ("Hunyuan-A13B-Instruct", {"num_experts": "64"}, "num_experts='64': must be an integer"),
         ("internlm3-8b-instruct", {"bias": "all"}, "bias='all': must be true or false"),
         ("HyperCLOVAX-SEED-Think-14B", {"attention_multiplier": 0}, "attention_multiplier=0: must be a number above 0"),
+        ("cwm", {"attention_bias": True}, "attention_bias=True: must be false"),
         ("Seed-OSS-36B-Instruct", {"attention_out_bias": "no"}, "attention_out_bias='no': must be true or false"),
         ("gemma-7b", {"hidden_act": "silu"}, "hidden_act='silu'.*gelu_pytorch_tanh"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers=.*must be 36 of 0 or 1"),

@@ -174,6 +174,7 @@ FAMILIES: dict[str, ChatFamily] = {
     "internlm3": _chatml("internlm3"),
     "hyperclova-x": _chatml("hyperclovax"),
     "mimo": _chatml("mimo"),
+    "cwm": ChatFamily("cwm", LLAMA3, _LLAMA3_MARKERS, ("<|end_of_text|>", "<|eot_id|>"), bos="<|begin_of_text|>"),
     "r1-distill-llama": ChatFamily(
         "llama3-gqa-rope", DEEPSEEK, _DEEPSEEK_MARKERS, ("<｜end▁of▁sentence｜>",), bos=_BOS_R1, front=(_BOS_R1,)
     ),

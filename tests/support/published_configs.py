@@ -229,6 +229,13 @@ PUBLISHED = {
                attention_bias=False, mlp_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16"),
         14_748_112_896,
     ),
+    "cwm": (
+        config("CwmForCausalLM", 6144, 21504, 64, 48, 8, 128256, 131072, head_dim=128, rms_norm_eps=1e-5,
+               rope_theta=1000000.0, rope_scaling={**LLAMA3, "factor": 16.0}, sliding_window=8192,
+               layer_types=["full_attention", *["sliding_attention"] * 3] * 16, mlp_bias=False,
+               tie_word_embeddings=False, torch_dtype="bfloat16"),
+        32_581_097_472,
+    ),
     "Seed-OSS-36B-Instruct": (
         config("SeedOssForCausalLM", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128, attention_bias=True,
                attention_out_bias=False, mlp_bias=False, rms_norm_eps=1e-6, rope_theta=10000000.0,

@@ -7,6 +7,7 @@ from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     baichuan,
     chatglm,
+    cwm,
     deepseek,
     dots1,
     ernie4_5,
