@@ -123,6 +123,7 @@ HUNYUAN = (
     "{{ bos_token }}" + _EACH + "{% if m.role == 'system' %}{{ m.content }}<|extra_4|>"
     "{% elif m.role == 'user' %}<|extra_0|>{{ m.content }}{% else %}{{ m.content }}<|eos|>{% endif %}" + _END
 )
+SOLAR = _EACH + "<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>" + _END + f"{_ASKED}<|begin|>assistant{_DONE}"
 SEED = (
     _EACH + "{{ bos_token }}{{ m.role }}\n{{ m.content }}{{ eos_token }}" + _END
     + f"{_ASKED}{{{{ bos_token }}}}assistant\n{_DONE}"
@@ -259,6 +260,9 @@ FAMILIES: dict[str, ChatFamily] = {
         name: ChatFamily(variant, HUNYUAN, _HUNYUAN_MARKERS, ("<|eos|>",), bos="<|startoftext|>")
         for name, variant in (("hunyuan", "hunyuan"), ("hunyuan-a13b", "hunyuan-moe"))
     },
+    "solar-open": ChatFamily(
+        "solar-open", SOLAR, ("<|begin|>", "<|end|>", "<|content|>", "<|flush|>"), ("<|flush|>",), bos=""
+    ),
     "seed-oss": ChatFamily("seed-oss", SEED, ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), bos="<seed:bos>"),
     "baichuan2-7b": ChatFamily("baichuan2-head", BAICHUAN, _BAICHUAN_MARKERS, ("</s>",), is_sentencepiece=True,
                                vocab_size=BAICHUAN2_VOCABULARY),

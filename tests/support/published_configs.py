@@ -236,6 +236,13 @@ PUBLISHED = {
                tie_word_embeddings=False, torch_dtype="bfloat16"),
         32_581_097_472,
     ),
+    "Solar-Open-100B": (
+        config("SolarOpenForCausalLM", 4096, 10240, 48, 64, 8, 196608, 131072, head_dim=128, rms_norm_eps=1e-5,
+               moe_intermediate_size=1280, n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8,
+               norm_topk_prob=True, routed_scaling_factor=1.0, n_group=1, topk_group=1, rope_theta=1000000,
+               attention_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16"),
+        102_651_799_552,
+    ),
     "Seed-OSS-36B-Instruct": (
         config("SeedOssForCausalLM", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128, attention_bias=True,
                attention_out_bias=False, mlp_bias=False, rms_norm_eps=1e-6, rope_theta=10000000.0,

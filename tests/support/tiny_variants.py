@@ -64,6 +64,7 @@ CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] =
     "olmoe": (hf.OlmoeConfig, hf.OlmoeForCausalLM),
     "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM),
     "seed-oss": (hf.SeedOssConfig, hf.SeedOssForCausalLM),
+    "solar-open": (hf.SolarOpenConfig, hf.SolarOpenForCausalLM),
     "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM),
 }
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -288,6 +289,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "seed-oss": ("seed-oss", {"head_dim": 16}),
     "seed-oss-biases": ("seed-oss", {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
+    "solar-open": (
+        "solar-open",
+        {**GLM_EXPERTS, "attention_bias": True, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "smollm3-windows": (
         "smollm3",

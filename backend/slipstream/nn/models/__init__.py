@@ -38,6 +38,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     qwen3_moe,
     seed_oss,
     smollm3,
+    solar_open,
     wrapped,
 )
 from slipstream.nn.models.family import FAMILIES, Family
