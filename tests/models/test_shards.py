@@ -268,7 +268,9 @@ def test_ranks_share_a_head_of_keys(variant: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "glm4-moe-groups", "minimax-m2"])
+@pytest.mark.parametrize(
+    "variant", ["mixtral", "qwen2-moe", "glm4-moe-groups", "minimax-m2", "granite-moe-shared", "ernie4_5-moe"]
+)
 def test_ranks_have_whole_experts(variant: str, tmp_path: Path) -> None:
     """Some experts get no rows, and some ranks: the last prompt is one token."""
     changes = {"num_local_experts": 6} if variant == "mixtral" else {}
