@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
+from given_time import given_seconds
 from grammar_processes import LETTERS, PROMPT, process_of, signal_a_trial, worker_of, workers_of
+from patience import PATIENCE_S
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
@@ -73,7 +75,7 @@ def _victim(engine: Engine, told: dict[Request, Told]) -> tuple[list[int], list[
         for output in engine.step():
             told.setdefault(output.request, Told()).take(output)
             if output.request is victim:
-                times.append(time.monotonic())
+                times.append(given_seconds())
     gaps = [after - before for before, after in itertools.pairwise(times)]
     return told.pop(victim).token_ids, gaps
 
@@ -211,7 +213,7 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
     os.kill(worker, signal.SIGSTOP)
     run_steps(limited, told)
     assert not limited.has_work and not host.is_idle
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while worker in workers_of(limited) and time.monotonic() < deadline:
         limited.wait(0.05)
     assert worker not in workers_of(limited) and host.is_idle

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_driver import Told, make_engine, run_steps
+from patience import PATIENCE_S
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine import grammar_worker
 from slipstream.engine.grammar_messages import Answer
 from slipstream.engine.grammar_worker import GrammarCache, GrammarWorker, _Job
 from slipstream.engine.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SLOTS, TRIAL_CHARS_PER_S, Trial, TrialQueue
@@ -94,7 +95,15 @@ def test_a_worker_remembers_no_thread_that_has_ended(monkeypatch: pytest.MonkeyP
     masks = os.memfd_create("masks")
     os.truncate(masks, 4096)
     worker = GrammarWorker(theirs, masks, 1, GrammarCache(None, 0))  # type: ignore[arg-type]
-    monkeypatch.setattr(worker, "_advance", lambda sequence_id: time.sleep(0.1) or Answer())
+    runs, may_end = threading.Event(), threading.Event()
+
+    def advance(sequence_id: int) -> Answer:
+        runs.set()
+        assert may_end.wait(PATIENCE_S)
+        return Answer()
+
+    monkeypatch.setattr(worker, "_advance", advance)
+    monkeypatch.setattr(grammar_worker, "_SLOW_S", -1.0)
 
     def size() -> int:
         return sum(len(value) for value in vars(worker).values() if isinstance(value, dict | set | list))
@@ -104,10 +113,13 @@ def test_a_worker_remembers_no_thread_that_has_ended(monkeypatch: pytest.MonkeyP
     for number in range(5):
         thread = threading.Thread(target=worker._do, args=(_Job("advance", number, (), is_slow=False),))
         thread.start()
-        time.sleep(0.05)
+        assert runs.wait(PATIENCE_S)
         worker._demote()
         priorities.append(os.getpriority(os.PRIO_PROCESS, thread.native_id or 0))
+        may_end.set()
         thread.join()
+        runs.clear()
+        may_end.clear()
     assert priorities == [10] * 5 and size() == before
     ours.close()
     theirs.close()

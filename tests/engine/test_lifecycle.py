@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
+from patience import PATIENCE_S
 from slipstream.core.errors import CapacityError, EngineError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -271,7 +272,7 @@ def test_threads_submit_and_cancel(engine: Engine) -> None:
     for thread in threads:
         thread.join()
     is_over.set()
-    runner.join(30)
+    runner.join(PATIENCE_S)
     assert not runner.is_alive()
     assert len(submitted) == 60 and all(told[request].finish_reason is not None for request in submitted)
     assert engine.scheduler.cache.num_used_blocks == 0
@@ -281,8 +282,8 @@ def test_wait_wakes_at_once(engine: Engine) -> None:
     timer = threading.Timer(0.05, lambda: engine.submit(_request(1, replace(GREEDY, max_tokens=1))))
     timer.start()
     start = time.monotonic()
-    assert engine.wait(10.0)
-    assert time.monotonic() - start < 5.0
+    assert engine.wait(2 * PATIENCE_S)
+    assert time.monotonic() - start < PATIENCE_S
     run_steps(engine, {})
     assert not engine.wait(0.0)
 

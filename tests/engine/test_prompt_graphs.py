@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.parallel import Parallel
+from slipstream.worker import cuda_graphs
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import MAX_TOKENS, PromptShape, prompt_shapes
 from slipstream.worker.input_batch import PendingRows
@@ -112,23 +113,26 @@ def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
 def test_the_rank_that_launches_last_keeps_a_graph(
     launch_s: tuple[float, float], kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels of a rank that launches sooner wait for the others: to it they seem to take long."""
+    """The kernels of a rank that launches sooner wait for the others: to it they seem to take long.
+
+    By a clock of each rank's own: a machine's pause would lengthen a launch."""
     here = threading.local()
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
-        time.sleep(launch_s[here.rank])
+        here.now += launch_s[here.rank]
         return batch.positions
 
     def synchronize() -> None:
-        time.sleep(0.05 - launch_s[here.rank])
+        here.now += 0.05 - launch_s[here.rank]
 
     def shapes_of(parallel: Parallel) -> torch.Tensor:
-        here.rank = parallel.rank
+        here.rank, here.now = parallel.rank, 0.0
         graphs = StepGraphs([PromptShape(40, 6, 3)], GraphInputs(4, 128, CPU), forward)
         graphs.keep_launch_bound(parallel.any_of)
         return torch.tensor(len(graphs.shapes))
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(perf_counter=lambda: here.now))
     assert [int(found) for found in on_each(parallels(2), shapes_of)] == kept
 
 
