@@ -58,6 +58,18 @@ def test_a_text_is_the_chats(gateway: GatewayProcess, client: openai.OpenAI) -> 
     assert counted.input_tokens == usage.prompt_tokens
 
 
+def test_answers_and_errors_name_their_request(scripted: anthropic.Anthropic) -> None:
+    """In the header that Anthropic's clients read, and hand on."""
+    header = {"x-request-id": "turn-7"}
+    asked = {**ASKED, "messages": user(pieces=["Hello"]), "extra_headers": header}
+    assert scripted.messages.create(**asked)._request_id == "turn-7"
+    with scripted.messages.stream(**asked) as stream:
+        assert stream.request_id == "turn-7"
+    with pytest.raises(anthropic.NotFoundError) as error:
+        scripted.messages.create(**{**asked, "model": "nobody"})
+    assert error.value.request_id == "turn-7"
+
+
 def test_tools_are_called_and_answered(scripted: anthropic.Anthropic) -> None:
     answer = scripted.messages.create(**ASKED, messages=user(pieces=CALLS), tools=[TOOL])
     text, call = answer.content

@@ -63,12 +63,17 @@ class ApiError(HTTPException):
         return error_body(path, self.status_code, self.message, self.code, self.param)
 
 
+def is_of_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/")
+
+
 def error_body(
     path: str, status: int, message: str, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
     """The JSON of an error of a request to this path; `type` follows from the status."""
     told = {"message": message, "param": param, "code": code}
-    if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
+    if is_of_messages(path):
         kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, **told}}
     if status == 429:

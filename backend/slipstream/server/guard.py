@@ -14,7 +14,7 @@ from functools import partial
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.server.chat_page import is_page
-from slipstream.server.errors import RETRY_AFTER_S, ApiError
+from slipstream.server.errors import RETRY_AFTER_S, ApiError, is_of_messages
 from slipstream.server.gateway import CLIENT_GONE
 from slipstream.server.hosts import HostRule
 from slipstream.server.ledger import Ledger
@@ -188,7 +188,10 @@ class _Answer:
         if not self._has_body:
             if message["type"] == "http.response.start":
                 self._record.status = message["status"]
-                own = [(b"x-request-id", self._record.request_id.encode())]
+                request_id = self._record.request_id.encode()
+                own = [(b"x-request-id", request_id)]
+                if is_of_messages(self._record.path):
+                    own.append((b"request-id", request_id))  # which Anthropic's clients read
                 if self._record.warning:
                     own.append((b"warning", f'299 slipstream "{self._record.warning}"'.encode()))
                 own += self.lease.headers() if self.lease is not None else ()
