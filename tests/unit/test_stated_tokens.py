@@ -14,12 +14,19 @@ from slipstream.core.errors import ConfigError
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from tokenizers import Tokenizer, processors
 
 NAMES = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "tokenizer_class": "LlamaTokenizerFast"}
 
 
 def write(folder: Path, kind: str = "byte_level", **settings: object) -> Path:
-    getattr(toy_tokenizers, kind)().save(str(folder / "tokenizer.json"))
+    if kind == "ended":
+        backend = Tokenizer.from_str(toy_tokenizers.byte_level().to_str())
+        end = ("</s>", backend.token_to_id("</s>"))
+        backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
+    else:
+        backend = getattr(toy_tokenizers, kind)()
+    backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -34,6 +41,11 @@ def write(folder: Path, kind: str = "byte_level", **settings: object) -> Path:
         ("sentencepiece", {}, (["<s>"], [])),
         ("sentencepiece", {"add_bos_token": False}, ([], [])),
         ("sentencepiece", {"add_bos_token": None, "add_eos_token": True}, ([], ["</s>"])),
+        ("sentencepiece", {"add_eos_token": False}, (["<s>"], [])),
+        ("sentencepiece", {"add_eos_token": True}, (["<s>"], ["</s>"])),
+        ("byte_level", {"add_eos_token": True}, ([], ["</s>"])),
+        ("ended", {"add_bos_token": True}, (["<s>"], ["</s>"])),
+        ("ended", {"add_bos_token": True, "add_eos_token": False}, (["<s>"], [])),
     ],
 )
 def test_llamas_settings_put_tokens_around_a_text(
