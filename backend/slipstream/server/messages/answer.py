@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from slipstream.server.chat_turn import ChatReader
@@ -10,6 +9,7 @@ from slipstream.server.gateway import finish_reason, timed_out
 from slipstream.server.generation import Response
 from slipstream.server.messages.schemas import MessagesRequest
 from slipstream.server.sse import StreamForm, named_event
+from slipstream.server.tools.arguments import read_arguments
 from slipstream.server.tools.json_call import CallArguments, CallStart, Event, Reasoning
 from slipstream.server.tools.select import ToolUse
 
@@ -107,7 +107,7 @@ class MessageWriter:
 def _object(text: str) -> dict[str, Any]:
     """The arguments of a call; empty for one that was cut off."""
     try:
-        found = json.loads(text or "{}")
+        found = read_arguments(text)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from slipstream.server.gateway import finish_reason, timed_out
 from slipstream.server.generation import Response
 from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.sse import StreamForm, named_event
+from slipstream.server.tools.arguments import read_arguments
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse
 
@@ -168,7 +168,7 @@ def answer_message(body: dict[str, Any]) -> dict[str, Any]:
 def _is_json(text: str) -> bool:
     """A call that was cut off is none."""
     try:
-        json.loads(text or "{}")
+        read_arguments(text)
     except ValueError:
         return False
     return True

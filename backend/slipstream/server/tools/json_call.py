@@ -136,7 +136,7 @@ class JsonCall:
     def _end_string(self, whole: str) -> None:
         """End a string at the top level of the call: a key, or the name."""
         try:
-            text = json.loads(whole, strict=False)
+            text = _text_of(whole)
         except ValueError:
             self.is_broken = not self.has_started
             return
@@ -164,6 +164,11 @@ class JsonCall:
 
 def _unquoted(text: str) -> str:
     try:
-        return str(json.loads(text, strict=False))
+        return _text_of(text)
     except ValueError:
         return text
+
+
+def _text_of(literal: str) -> str:
+    """The text of a JSON string. Half a surrogate, which no answer can hold, becomes "?"."""
+    return str(json.loads(literal, strict=False)).encode("utf-8", "replace").decode()
