@@ -1,10 +1,12 @@
-"""int8_mm on a CPU: every product is an exact integer product (oneDNN, with VNNI or AMX where the CPU has them).
+"""int8_mm on a CPU with VNNI, AMX or the like: every product is an exact integer product (oneDNN).
 
 Float rows are written in balanced base-256 digits of one scale per row, each digit a row of int8: 16 bits for rows of
 16 bits, 24 for fp32.  Sums of digits are exact in int32, so a result depends on its own row alone.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 
@@ -15,6 +17,13 @@ LARGEST_DIGIT = 127
 MAX_IN_FEATURES = (1 << 31) // (128 * LARGEST_DIGIT)  # more could overflow an int32 sum
 ROWS_AT_ONCE = 256  # bounds the sums that are held at once: digits x rows x output features, 4 bytes each
 _HALF_OF_EACH_BYTE = 0x00808080
+
+
+@cache
+def saturates() -> bool:
+    """Whether the library's integer products are wrong here. On x86 without VNNI it adds two of them in 16 bits."""
+    rows = torch.full((1, 32), LARGEST_DIGIT, dtype=torch.int8)
+    return bool((torch._int_mm(rows, rows.expand(16, -1).t()) != 32 * LARGEST_DIGIT**2).any())
 
 
 def int8_mm(
