@@ -81,10 +81,6 @@ class HostCache:
         if self._events is not None:
             self._events.add(BlockStored(block_hash, None, (), HOST))
 
-    @property
-    def has_stores(self) -> bool:
-        return bool(self._stores)
-
     def awaits_store(self, device_blocks: Iterable[int]) -> bool:
         """Whether one of these blocks has content that a step must store before it is written."""
         return bool(self._stores) and any(block in self._stores for block in device_blocks)

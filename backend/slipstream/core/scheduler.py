@@ -373,13 +373,14 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free a request's blocks and requeue it with its old sort_key; it recomputes all its tokens."""
         del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
-        self._run, self._num_decode_steps = None, 0
         self._give_back(request)
         request.note_preempted()
         self.stats.add(Metric.PREEMPTIONS)
         insort(self._waiting, request, key=_sort_key)
 
     def _give_back(self, request: Request) -> None:
+        """What it holds as one of the running requests, which change by that, as in `_start`."""
+        self._run, self._num_decode_steps = None, 0
         self._num_promised_blocks -= self._worst_blocks(request)
         self.cache.free(request)
         if request.adapter is not None:
@@ -393,7 +394,6 @@ class Scheduler:
         if index < len(queue) and queue[index] is request:  # else it was never added
             del queue[index]
         if is_running:
-            self._run, self._num_decode_steps = None, 0
             self._give_back(request)
         request.status = RequestStatus.FINISHED
         request.drop_drafts()

@@ -69,6 +69,17 @@ def base_spec(
     )
 
 
+def with_biases(spec: DecoderSpec, qkv: bool = False, o: bool = False, mlp: bool = False) -> DecoderSpec:
+    """Which linear layers of a dense model add a bias."""
+
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mlp, DenseSpec)
+        attention = replace(layer.attention, qkv_bias=qkv, o_bias=o)
+        return replace(layer, attention=attention, mlp=replace(layer.mlp, bias=mlp))
+
+    return spec.map_layers(change)
+
+
 def with_windows(spec: DecoderSpec, windows: Sequence[int | None]) -> DecoderSpec:
     """windows: of each layer."""
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import DenseSpec, LayerSpec
-from slipstream.nn.models.common import base_spec, windows_by_type, with_windows
+from slipstream.nn.models.common import base_spec, windows_by_type, with_biases, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
@@ -24,13 +21,7 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     config = config.with_unstated(head_dim=HEAD_DIM, sliding_window=WINDOW)
     if not (config.has("rope_scaling") or config.has("rope_parameters")):
         config = config.with_values(rope_scaling=SCALING)
-    bias = config.boolean("mlp_bias", False)
-
-    def with_bias(_: int, layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.mlp, DenseSpec)
-        return replace(layer, mlp=replace(layer.mlp, bias=bias))
-
-    spec = base_spec(config).map_layers(with_bias)
+    spec = with_biases(base_spec(config), mlp=config.boolean("mlp_bias", False))
     return with_windows(spec, windows_by_type(config, spec.num_layers, lambda layer: layer % PERIOD != 0))
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, RouterSpec
 from slipstream.nn.load_transforms import Unsqueeze
-from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.common import base_spec, with_biases
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.models.mixture import SHARED, expert_names, with_experts
 from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS
@@ -29,13 +29,8 @@ MTP = "model.mtp_"  # layers for multi-token prediction
 
 def read_dense(config: HFConfig) -> DecoderSpec:
     bias = config.boolean("use_bias", False)
-
-    def with_biases(_: int, layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.mlp, DenseSpec)
-        attention = replace(layer.attention, qkv_bias=bias, o_bias=bias)
-        return replace(layer, attention=attention, mlp=replace(layer.mlp, bias=bias))
-
-    return _base(config.with_unstated(head_dim=HEAD_DIM), (*ATTENTION_PARTS, *MLP_PARTS)).map_layers(with_biases)
+    spec = _base(config.with_unstated(head_dim=HEAD_DIM), (*ATTENTION_PARTS, *MLP_PARTS))
+    return with_biases(spec, bias, bias, bias)
 
 
 def read_moe(config: HFConfig) -> DecoderSpec:

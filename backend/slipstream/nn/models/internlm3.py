@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import DenseSpec, LayerSpec
-from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.common import base_spec, with_biases
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
@@ -17,14 +14,8 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     """qkv_bias and bias, or as transformers saves them: attention_bias and mlp_bias."""
     qkv_bias = config.boolean("qkv_bias", config.boolean("attention_bias", False))
     bias = config.boolean("bias", config.boolean("mlp_bias", False))
-
-    def with_biases(_: int, layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.mlp, DenseSpec)
-        attention = replace(layer.attention, qkv_bias=qkv_bias, o_bias=bias)
-        return replace(layer, attention=attention, mlp=replace(layer.mlp, bias=bias))
-
     config = config.with_defaults(rms_norm_eps=1e-5).with_unstated(head_dim=HEAD_DIM)
-    return base_spec(config).map_layers(with_biases)
+    return with_biases(base_spec(config), qkv_bias, bias, bias)
 
 
 FAMILIES.register("InternLM3ForCausalLM")(Family(read_spec, LLAMA_NAMES))
