@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from fake_triton import FakeTriton
+from patience import PATIENCE_S
 from slipstream.server import triton
 from slipstream.server.errors import ApiError
 from slipstream.server.triton import GenerateStream, TritonLink
@@ -36,8 +38,14 @@ def test_an_error_is_told_though_its_stream_never_ends(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 10])
-def test_a_stream_that_is_cancelled_before_its_request_is_sent_ends(fake_triton: FakeTriton, num_steps: int) -> None:
-    """num_steps: of the event loop between the start and the cancellation. gRPC would wait for ever after 1 to 3."""
+def test_a_stream_that_is_cancelled_before_its_request_is_sent_ends(
+    fake_triton: FakeTriton, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """num_steps: of the event loop between the start and the cancellation. gRPC would wait for ever after 1 to 3.
+
+    The server answers nothing before that, also where it has got the request already."""
+    is_over = threading.Event()
+    monkeypatch.setattr(fake_triton, "_refusal", lambda request: is_over.wait(PATIENCE_S) and "too late")
 
     async def run() -> None:
         link = TritonLink(fake_triton.url)
@@ -55,4 +63,7 @@ def test_a_stream_that_is_cancelled_before_its_request_is_sent_ends(fake_triton:
         assert ended and answer.cancelled()
         await link.close()
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    finally:
+        is_over.set()
