@@ -119,10 +119,11 @@ class HostBench:
     def decode_changing(self, batch: int, num_steps: int = 64, repeats: int = 12) -> float:
         """The same while requests end and others take their places; the median of the rounds."""
         lengths = cycle(1 + number * 53 % 128 for number in range(128))
+        prompts = cycle(range(5, 133))
 
         def add() -> None:
             params = SamplingParams(max_tokens=next(lengths), temperature=self._temperature, ignore_eos=True)
-            self.engine.submit(Request([5 + next(lengths)] * 16, params))
+            self.engine.submit(Request([next(prompts)] * 16, params))
 
         for _ in range(batch):
             add()

@@ -1,83 +1,246 @@
 """Decodes that go on: all running requests, step after step, each with one token, no drafts and nothing to decide.
 
-Engine thread. The scheduler looks at each request of a first step; the steps after it only count, until a request
-joins, leaves, fills the pool or comes to its last tokens. Knows no queues and no tensors.
+Engine thread. The scheduler looks at each request of a first step; the steps after it only count. Requests join when
+their prompts are computed and leave when they end; only these are looked at. A run is over when blocks are short, or
+when one joins whose drafts, grammar or stop words have to be looked at in every step. Knows no queues and no tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
+from typing import TypeVar
 
 from slipstream.core.kv_cache import KVCacheManager
-from slipstream.core.latencies import note_decodes
+from slipstream.core.latencies import note_decodes, note_lengths
 from slipstream.core.outputs import StepOutput
-from slipstream.core.request import Request
+from slipstream.core.queue_order import SortKey
+from slipstream.core.request import Request, RequestTimes
 from slipstream.core.stats import Stats
 from slipstream.core.step import ScheduledStep
 
+_LOOKS = 2  # steps that look, before a run is worth making
+_sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 
-class DecodeRun:
-    """requests: of a scheduled step, in which each of them has decoded. The scheduler drops the run when one of them
-    leaves or another joins. num_left: steps in which none can reach its length limit or has to wait for its last token.
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRows:
+    """The decodes of a step that a run has scheduled: its first rows.
+
+    token_ids, times: of the requests. grown: those with new blocks since the step before. last: indices of those for
+    whom the step samples the last token that fits. stop_ids: of all the requests. num_gone: DecodeRun.num_gone when
+    the step was scheduled.
     """
 
-    def __init__(self, requests: Sequence[Request], cache: KVCacheManager, num_left: int) -> None:
-        self._requests = list(requests)
+    run: DecodeRun
+    requests: list[Request]
+    token_ids: list[list[int]]
+    times: list[RequestTimes]
+    grown: list[Request]
+    last: list[int]
+    stop_ids: frozenset[int]
+    num_gone: int
+
+
+class DecodeRun:
+    """requests: of a scheduled step, in which each of them has decoded. prefills: that run and do not decode yet.
+
+    num_gone: requests that have ended otherwise than by their length, so that a step in flight may have rows of them.
+    """
+
+    def __init__(self, requests: Iterable[Request], prefills: Sequence[Request], cache: KVCacheManager) -> None:
         self._cache = cache
-        self._num_left = num_left
+        self._requests: list[Request] = []  # these lists are replaced when they change: steps in flight have them, too
+        self._token_ids: list[list[int]] = []
+        self._times: list[RequestTimes] = []
+        self._num_computed_tokens: list[int] = []
+        self._prefills = list(prefills)
+        self._at_length: list[Request] = []  # they wait for the commit of their last token
         self._num_steps = 0
-        self._num_computed_tokens = [request.num_computed_tokens for request in requests]
-        self._token_ids = [request.token_ids for request in requests]
-        self._times = [request.times for request in requests]
-        self._stop_ids = frozenset().union(*{request.stop_conditions.token_ids for request in requests})
         self._by_offset: list[list[Request]] = [[] for _ in range(cache.block_size)]  # of the first step in a block
-        for request in requests:
-            self._by_offset[request.num_computed_tokens % cache.block_size].append(request)
+        self._ends: dict[int, list[Request]] = {}  # by the step that samples the last token that fits
+        self._stop_sets: Counter[frozenset[int]] = Counter()
+        self._stop_ids: frozenset[int] = frozenset()
         self._filled: list[Request] = []  # a block of theirs, since the last `commit`
+        self.num_gone = 0
+        self._join(list(requests))
 
     @classmethod
-    def after(cls, requests: Sequence[Request], cache: KVCacheManager) -> DecodeRun | None:
-        """The run of the steps after one in which these requests have decoded; None if one of them needs a look."""
-        num_left = min(map(_num_left, requests))
-        return cls(requests, cache, num_left) if num_left > 0 else None
+    def after(
+        cls, step: ScheduledStep, running: Sequence[Request], prefills: Sequence[Request], cache: KVCacheManager
+    ) -> DecodeRun | None:
+        """The run of the steps after one that has looked, whose rows are decodes so far. None if a running request
+        has neither decoded nor is one of the prefills nor waits for its end."""
+        if len(step.requests) + len(prefills) < len(running):
+            known = {request.sequence_id for request in chain(step.requests, prefills)}
+            if not all(_is_at_length(request) for request in running if request.sequence_id not in known):
+                return None
+        return cls(step.requests, prefills, cache)
 
-    def schedule(self, step: ScheduledStep, budget: int) -> bool:
-        """Schedule a token of each request. False, without a row, if the run is over, tokens or blocks are short."""
-        requests, block_size = self._requests, self._cache.block_size
-        if self._num_left <= 0 or len(requests) > budget:
+    def start(self, request: Request) -> None:
+        """It runs from now on, with a prompt to compute."""
+        insort(self._prefills, request, key=_sort_key)
+
+    def leave(self, request: Request) -> None:
+        """It has ended or was preempted; its tokens are still counted."""
+        if request in self._filled:
+            self._filled.remove(request)
+        index = self._index(request)
+        if index is not None:
+            self._ends[self._last_step(request)].remove(request)
+            self._remove([index])
+        elif request in self._at_length:
+            self._at_length.remove(request)
+        else:
+            if request in self._prefills:
+                self._prefills.remove(request)
+            return
+        self.num_gone += 1
+
+    def schedule(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> bool:
+        """Schedule a token of each request; append to `prefills` the others that run and wait for no loads. False,
+        without a row, if tokens or blocks are short, or one that joins needs a look."""
+        joined = [request for request in self._prefills if _num_missing(request) == 1 and not request.awaits_loads]
+        if joined:
+            if not self._are_alike(joined):
+                return False
+            self._prefills = [request for request in self._prefills if request not in joined]
+            self._join(joined)
+        requests, size = self._requests, self._cache.block_size
+        if len(requests) > budget:
             return False
-        grown = self._grow(self._by_offset[-self._num_steps % block_size])
+        grown = self._grow(self._by_offset[-self._num_steps % size])
         if grown is None:
             return False
-        self._num_left -= 1
+        prefills += [request for request in self._prefills if not request.awaits_loads]
         self._num_steps += 1
+        self._note_filled(self._by_offset[-self._num_steps % size], joined)
         for request in requests:
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
-        self._filled += self._by_offset[-self._num_steps % block_size]
-        step.run, step.grown = self, grown
+        ending = self._ends.pop(self._num_steps, ())
+        last = sorted(bisect_left(requests, request.sort_key, key=_sort_key) for request in ending)
+        if requests:
+            lists = requests, self._token_ids, self._times
+            step.run = RunRows(self, *lists, grown, last, self._stop_ids, self.num_gone)
         step.requests, step.num_computed_tokens = requests[:], self._num_computed_tokens
         step.fill_decodes()
         self._num_computed_tokens = [num_computed + 1 for num_computed in self._num_computed_tokens]
+        self._at_length += ending
+        self._remove(last)
         return True
 
-    def commit(self, sampled_token_ids: Sequence[list[int]], now_ns: int, stats: Stats) -> list[StepOutput] | None:
-        """`Scheduler.commit` for a step of this run, if no request has left since. None, changing nothing, if a token
-        may end one."""
-        if not self._stop_ids.isdisjoint(chain.from_iterable(sampled_token_ids)):
-            return None
-        last_ns = self._times[0].last_token_ns  # all have had their last token in the step before
-        rows = zip(self._requests, self._token_ids, self._times, sampled_token_ids, strict=True)
-        for request, token_ids, times, new_token_ids in rows:
-            token_ids += new_token_ids
+    def commit(
+        self,
+        rows: RunRows,
+        sampled_token_ids: Sequence[list[int]],
+        now_ns: int,
+        stats: Stats,
+        leave: Callable[[Request], None],
+    ) -> list[StepOutput]:
+        """`Scheduler.commit` for the rows of a step of this run. leave: called with each request that ends."""
+        requests, token_ids, times, last = rows.requests, rows.token_ids, rows.times, rows.last
+        sampled = list(sampled_token_ids[: len(requests)])
+        if rows.num_gone != self.num_gone:
+            gone = [index for index, request in enumerate(requests) if request.is_finished]
+            requests, token_ids, times = _without(requests, gone), _without(token_ids, gone), _without(times, gone)
+            sampled = _without(sampled, gone)
+            last = [index - bisect_left(gone, index) for index in last if index not in gone]
+        if not requests:
+            return []
+        last_ns = times[0].last_token_ns  # all have had their last token in the step before
+        for request, known, clock, new_token_ids in zip(requests, token_ids, times, sampled, strict=True):
+            known += new_token_ids
             request.num_output_placeholders -= 1
-            times.last_token_ns = now_ns
+            clock.last_token_ns = now_ns
         for request in self._filled:
             self._cache.commit(request)
         self._filled = []
-        note_decodes(stats, len(self._requests), last_ns, now_ns)
-        return list(map(StepOutput, self._requests, sampled_token_ids))
+        note_decodes(stats, len(requests), last_ns, now_ns)
+        outputs = list(map(StepOutput, requests, sampled))
+        for index in _to_look_at(sampled, last, rows.stop_ids):
+            request = requests[index]
+            if request.stop_conditions.is_over(request):
+                outputs[index].finish_reason = request.finish_reason
+                if not request.num_output_placeholders and request in self._at_length:  # no step in flight has it
+                    self._at_length.remove(request)
+                note_lengths(stats, request)
+                leave(request)
+        return outputs
+
+    # ---- parts
+
+    def _are_alike(self, joining: list[Request]) -> bool:
+        """Whether these may join: no one `needs_look`, and the last token of each is of the same step as that of all
+        others. What is left of a prompt may be one token, too, behind which another request has the first token."""
+        if any(map(needs_look, joining)):
+            return False
+        first = self._requests[0] if self._requests else joining[0]
+        num_pending, last_ns = first.num_output_placeholders, first.times.last_token_ns
+        if num_pending:
+            return all(request.num_output_placeholders == num_pending for request in joining)
+        return bool(last_ns) and all(
+            request.times.last_token_ns == last_ns and not request.num_output_placeholders for request in joining
+        )
+
+    def _join(self, requests: list[Request]) -> None:
+        """Add requests whose next token is a decode, in their places by order. Nothing for those at their length."""
+        self._requests, self._token_ids, self._times = self._requests[:], self._token_ids[:], self._times[:]
+        size = self._cache.block_size
+        for request in requests:
+            if _is_at_length(request):
+                self._at_length.append(request)
+                continue
+            index = bisect_left(self._requests, request.sort_key, key=_sort_key)
+            self._requests.insert(index, request)
+            self._token_ids.insert(index, request.token_ids)
+            self._times.insert(index, request.times)
+            self._num_computed_tokens.insert(index, request.num_computed_tokens)
+            alike = self._by_offset[(request.num_computed_tokens - self._num_steps) % size]
+            insort(alike, request, key=_sort_key)
+            self._ends.setdefault(self._last_step(request), []).append(request)
+            stop_ids = request.stop_conditions.token_ids
+            if not self._stop_sets[stop_ids]:
+                self._stop_ids |= stop_ids
+            self._stop_sets[stop_ids] += 1
+
+    def _remove(self, indices: list[int]) -> None:
+        """Take requests out of all that is counted. indices: ascending."""
+        if not indices:
+            return
+        size = self._cache.block_size
+        for index in indices:
+            request = self._requests[index]
+            self._by_offset[(request.num_computed_tokens - self._num_steps) % size].remove(request)
+            stop_ids = request.stop_conditions.token_ids
+            self._stop_sets[stop_ids] -= 1
+            if not self._stop_sets[stop_ids]:
+                del self._stop_sets[stop_ids]
+                self._stop_ids = frozenset().union(*self._stop_sets)
+        self._requests, self._token_ids = _without(self._requests, indices), _without(self._token_ids, indices)
+        self._times = _without(self._times, indices)
+        self._num_computed_tokens = _without(self._num_computed_tokens, indices)
+
+    def _index(self, request: Request) -> int | None:
+        index = bisect_left(self._requests, request.sort_key, key=_sort_key)
+        return index if index < len(self._requests) and self._requests[index] is request else None
+
+    def _last_step(self, request: Request) -> int:
+        """The step that samples the last token that fits. The same at any time while it is in the run."""
+        num_tokens = len(request.token_ids) + request.num_output_placeholders
+        return self._num_steps + request.stop_conditions.max_len - num_tokens
+
+    def _note_filled(self, requests: Sequence[Request], joined: Sequence[Request]) -> None:
+        """The step fills a block of each of these. A prompt's own commit, if it is to come, finds that block, too."""
+        if joined:
+            requests = [one for one in requests if not (one.num_output_placeholders and one in joined)]
+        self._filled += requests
 
     def _grow(self, requests: Sequence[Request]) -> list[Request] | None:
         """Allocate the next block of each of these requests that has none. None: blocks are short."""
@@ -91,10 +254,84 @@ class DecodeRun:
         return grown
 
 
-def _num_left(request: Request) -> int:
-    """Steps before the one that may end a request by its length; none if drafts, a grammar or stop words have to be
-    looked at in every step."""
-    stop = request.stop_conditions
-    if request.speculation is not None or request.grammar_state is not None or stop.has_words:
-        return 0
-    return min(request.ahead_limit, stop.max_len) - 1 - len(request.token_ids) - request.num_output_placeholders
+class DecodeRuns:
+    """The run of now, if there is one; it is made and dropped here."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self._run: DecodeRun | None = None
+        self._num_looks = 0  # steps without drafts since the last run
+        self._special: Request | None = None  # one of the running requests that needs a look
+
+    def start(self, request: Request) -> None:
+        if self._run is not None:
+            self._run.start(request)
+
+    def leave(self, request: Request) -> None:
+        if self._run is not None:
+            self._run.leave(request)
+        if request is self._special:
+            self._special = None
+
+    def schedule(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> bool:
+        """`DecodeRun.schedule`; False if the scheduler has to look at each request."""
+        if self._run is not None and self._run.schedule(step, budget, prefills):
+            return True
+        self._num_looks, self._run = (0 if self._run is not None else self._num_looks), None
+        return False
+
+    def note_look(self, step: ScheduledStep, running: Sequence[Request], prefills: Sequence[Request]) -> None:
+        """step: of decodes without drafts, at each of which the scheduler has looked."""
+        self._num_looks += 1
+        if self._num_looks < _LOOKS or (self._special is not None and needs_look(self._special)):
+            return
+        self._special = next(filter(needs_look, step.requests), None)
+        if self._special is None:
+            self._run = DecodeRun.after(step, running, prefills, self._cache)
+
+    def commit(
+        self,
+        step: ScheduledStep,
+        sampled_token_ids: Sequence[list[int]],
+        now_ns: int,
+        stats: Stats,
+        leave: Callable[[Request], None],
+    ) -> tuple[list[StepOutput], int]:
+        """Commit the rows of a step that the run of now has scheduled. Returns their outputs and the number of rows."""
+        rows = step.run
+        if rows is None or rows.run is not self._run:
+            return [], 0
+        return rows.run.commit(rows, sampled_token_ids, now_ns, stats, leave), len(rows.requests)
+
+
+def needs_look(request: Request) -> bool:
+    """Whether drafts, a grammar or stop words have to be looked at in every step, or its last token is waited for."""
+    is_special = request.speculation is not None or request.grammar_state is not None
+    return is_special or request.stop_conditions.has_words or not request.ahead_limit
+
+
+def _is_at_length(request: Request) -> bool:
+    """Whether the commit of what is in flight will end it by its length."""
+    if needs_look(request) or not request.num_output_placeholders:
+        return False
+    return len(request.token_ids) + request.num_output_placeholders >= request.stop_conditions.max_len
+
+
+def _num_missing(request: Request) -> int:
+    """Tokens that are to be computed, those pending included."""
+    return len(request.token_ids) + request.num_output_placeholders - request.num_computed_tokens
+
+
+def _to_look_at(sampled: Sequence[list[int]], last: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """Indices of the requests that may end: by their length, or by a stop token, perhaps another one's."""
+    if not stop_ids or stop_ids.isdisjoint(chain.from_iterable(sampled)):
+        return last
+    return sorted({*last, *(index for index, new_token_ids in enumerate(sampled) if new_token_ids[0] in stop_ids)})
+
+
+def _without(values: list[T], indices: Sequence[int]) -> list[T]:
+    """A copy without those at ascending indices."""
+    kept = values[:]
+    for index in reversed(indices):
+        del kept[index]
+    return kept

@@ -45,18 +45,18 @@ class StopConditions:
         token_ids, stop_ids, max_len, has_words = request.token_ids, self.token_ids, self.max_len, self.has_words
         if len(new_token_ids) == 1 and not has_words:  # nearly always
             token_ids += new_token_ids
-            return (len(token_ids) >= max_len or new_token_ids[0] in stop_ids) and self._check(request)
+            return (len(token_ids) >= max_len or new_token_ids[0] in stop_ids) and self.is_over(request)
         for index, token_id in enumerate(new_token_ids):
             token_ids.append(token_id)
             if has_words:
                 self._word_state = self._words.step(self._word_state, token_id)
             may_stop = token_id in stop_ids or has_words or len(token_ids) >= max_len
-            if may_stop and self._check(request):
+            if may_stop and self.is_over(request):
                 del new_token_ids[index + 1 :]
                 return True
         return False
 
-    def _check(self, request: Request) -> bool:
+    def is_over(self, request: Request) -> bool:
         """Whether the last token of request.token_ids ends the request; if so, set finish_reason and stop_reason.
 
         stop_reason: the token id that completed a match, None for an end-of-sequence token or a length limit.

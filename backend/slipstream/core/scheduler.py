@@ -20,7 +20,7 @@ from operator import attrgetter
 from slipstream.core.adapters import AdapterSlots
 from slipstream.core.admission import check_capacity, check_fits, most_decodes, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
-from slipstream.core.decode_run import DecodeRun
+from slipstream.core.decode_run import DecodeRuns
 from slipstream.core.errors import ConfigError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
@@ -69,8 +69,7 @@ class Scheduler:
         self._never_evicts = config.policy == "guaranteed_no_evict"
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
-        self._run: DecodeRun | None = None  # of all running requests, while they only decode
-        self._num_decode_steps = 0  # with all running requests and no drafts, since `_running` changed
+        self._runs = DecodeRuns(cache)
         self._num_added = 0
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
         self.prefill_budget = prefill_budget or PrefillBudget.of(config)
@@ -159,7 +158,7 @@ class Scheduler:
         self._num_turn_tokens -= num_reserved
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
-        if self._run is not None and self._run.schedule(step, budget):
+        if self._runs.schedule(step, budget, prefills):
             budget -= len(step.requests)
         elif self._running:
             budget = self._schedule_decodes(step, budget, prefills)
@@ -216,10 +215,8 @@ class Scheduler:
             budget -= num_new
             draft_budget -= num_new - 1
         step.fill_decodes(with_drafts)
-        is_all = len(step.requests) == len(self._running) and not with_drafts and self.num_microbatches == 1
-        self._num_decode_steps += is_all
-        # a run is not worth making for a step or two
-        self._run = DecodeRun.after(step.requests, self.cache) if is_all and self._num_decode_steps == 2 else None
+        if not with_drafts and self.num_microbatches == 1:
+            self._runs.note_look(step, self._running, prefills)
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -298,13 +295,10 @@ class Scheduler:
         if step.layered is not None and step.layered.request.status is RequestStatus.RUNNING:
             self.cache.commit(step.layered.request)
         now_ns = time.time_ns()
-        run = step.run if step.run is self._run else None  # nobody has left since
-        if run is not None and (alike := run.commit(sampled_token_ids, now_ns, self.stats)) is not None:
-            return alike
-        block_size = self.cache.block_size
-        outputs: list[StepOutput] = []
-        finished = RequestStatus.FINISHED
-        for request, samples, new_token_ids in zip(step.requests, step.samples, sampled_token_ids, strict=True):
+        outputs, first = self._runs.commit(step, sampled_token_ids, now_ns, self.stats, self._leave)
+        num_noted, block_size, finished = len(outputs), self.cache.block_size, RequestStatus.FINISHED
+        rows = zip(step.requests[first:], step.samples[first:], sampled_token_ids[first:], strict=True)
+        for request, samples, new_token_ids in rows:
             if request.status is finished:
                 continue
             is_over = False
@@ -324,7 +318,7 @@ class Scheduler:
                 self.cache.commit(request)
             if is_over:
                 self._leave(request)
-        note_times(self.stats, outputs, now_ns)
+        note_times(self.stats, outputs[num_noted:], now_ns)
         return outputs
 
     def most_slots(self, request: Request) -> int:
@@ -349,7 +343,7 @@ class Scheduler:
         if request.adapter is not None:
             request.adapter_slot = self.adapters.hold(request.adapter)
         insort(self._running, request, key=_sort_key)
-        self._run, self._num_decode_steps = None, 0
+        self._runs.start(request)
 
     def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> int:
         """Allocate blocks for a decode; if short, drop its drafts, then preempt the last request in order.
@@ -380,7 +374,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """What it holds as one of the running requests, which change by that, as in `_start`."""
-        self._run, self._num_decode_steps = None, 0
+        self._runs.leave(request)
         self._num_promised_blocks -= self._worst_blocks(request)
         self.cache.free(request)
         if request.adapter is not None:

@@ -12,7 +12,7 @@ from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import Request
 
 if TYPE_CHECKING:
-    from slipstream.core.decode_run import DecodeRun
+    from slipstream.core.decode_run import RunRows
 
 
 class ScheduledRequest(NamedTuple):
@@ -37,7 +37,7 @@ class ScheduledStep:
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
     adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at, device_s: of
     core/prefill_budget.py; the last is known when the step has been read.
-    run: if its decodes go on alike. grown: of such decodes, all with new blocks since the step before.
+    run: if its decodes go on alike.
     layered: some layers of a prompt's chunk, whose request is not among `requests` then.
     """
 
@@ -54,8 +54,7 @@ class ScheduledStep:
     prefill_weight: float = 0.0
     scheduled_at: float = 0.0
     device_s: float | None = None
-    run: DecodeRun | None = None
-    grown: list[Request] = field(default_factory=list)
+    run: RunRows | None = None
     layered: LayeredChunk | None = None
     _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -85,7 +84,6 @@ class ScheduledStep:
     def add_prefill(self, request: Request, num_new: int, num_missing: int) -> None:
         """A chunk of a prompt, which samples if nothing is missing then; counts as computed."""
         samples = num_new == num_missing
-        self.run = None  # the step is no longer like the one before
         self.add(request, request.num_computed_tokens, num_new, samples)
         request.num_computed_tokens += num_new
         request.num_output_placeholders += samples

@@ -47,7 +47,7 @@ class StepInputs:
     ) -> StepInput:
         requests = step.requests
         new_requests: list[NewRequest] = []
-        changed = requests if step.run is None else step.grown
+        changed = requests if step.run is None else [*step.run.grown, *requests[len(step.run.requests) :]]
         if step.layered is not None:
             changed = [*changed, step.layered.request]
         block_ids = self._new_blocks(changed, new_requests)
@@ -196,7 +196,11 @@ def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
     # what holds for one request of a run holds for all
     if step.run is not None and starts[0] >= len(step.requests[0].token_ids):
-        return [0] * len(starts), list(range(len(starts)))
+        num_decodes = len(step.run.requests)
+        token_ids = [0] * num_decodes
+        for request, start, count in zip(step.requests[num_decodes:], starts[num_decodes:], counts[num_decodes:]):
+            token_ids += request.token_ids[start : start + count]
+        return token_ids, list(range(num_decodes))
     if step.total_num_scheduled_tokens == len(counts):  # one token per request
         ends = [len(request.token_ids) for request in step.requests]
         if all(map(ge, starts, ends)):
