@@ -18,7 +18,8 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
-from slipstream.worker.input_batch import BatchBuilder, BlockTables
+from slipstream.worker.block_tables import BlockTables
+from slipstream.worker.input_batch import BatchBuilder
 from slipstream.worker.interface import StepInput
 
 CPU = torch.device("cpu")
@@ -102,6 +103,45 @@ def test_decodes_are_built_as_any_other_step(seed: int) -> None:
         assert arrays.is_decode and builder.arrays(replace(message, samples=[False] * len(chosen))).is_decode is False
         for row in step.rows:
             _live_on(dice, row)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pending_tokens_are_found_where_the_step_before_has_drawn_them(seed: int) -> None:
+    """Requests join, leave, wait for a step, and leave rows of the block tables to others."""
+    dice, numbers = random.Random(seed), itertools.count(100)
+    builder = BatchBuilder(4, BlockTables(4, 40), CPU)
+    running: list[int] = []
+    drawn: dict[int, int] = {}
+    sampled = None
+    for _ in range(150):
+        gone = [one for one in running if dice.random() < 0.15]
+        builder.tables.drop(gone)
+        joining = [next(numbers) for _ in range(dice.randrange(3))]
+        for one in joining:
+            builder.tables.put(one, list(range(5)))
+        running = [one for one in running if one not in gone]
+        decoding = [one for one in running if dice.random() < 0.9]
+        if dice.random() < 0.2:
+            dice.shuffle(decoding)
+        running += joining
+        rows = [(one, 1) for one in decoding] + [(one, dice.randrange(1, 9)) for one in joining]
+        if not rows:
+            continue
+        samples = [one in decoding or dice.random() < 0.7 for one, _ in rows]
+        token_ids: list[int] = []
+        pending: list[int] = []
+        for index, (one, length) in enumerate(rows):
+            pending += [index] * (one in decoding and one in drawn)
+            token_ids += [0 if index in pending else 5000 + one] * length
+        ids, lengths = [one for one, _ in rows], [length for _, length in rows]
+        step = StepInput(0, ids, [3] * len(ids), lengths, [0] * len(ids), samples, token_ids, 0, pending)
+        batch = builder.build(step, sampled)
+        expected = [drawn.get(one, 5000 + one) if one in decoding else 5000 + one for one, n in rows for _ in range(n)]
+        assert batch.token_ids.tolist() == expected
+        drawing = [one for one, draws in zip(ids, samples) if draws]
+        drawn = {one: dice.randrange(1000) for one in drawing}
+        sampled = builder.sampled(step, torch.tensor(list(drawn.values()), dtype=torch.int64))
+        assert sampled.sequence_ids == drawing
 
 
 def _build(builder: BatchBuilder, step: StepInput) -> ForwardBatch:

@@ -11,7 +11,7 @@ import torch
 from slipstream.nn.batch import ForwardBatch
 from slipstream.worker.drawn_tokens import DrawnTokens
 from slipstream.worker.graph_shapes import GraphShape, PromptShape
-from slipstream.worker.input_batch import NONE_PENDING, PendingRows, SampledTokens
+from slipstream.worker.input_batch import NO_ROWS, NONE_PENDING, PendingRows, SampledTokens
 from slipstream.worker.launched_step import StepTensors
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_where_tokens_go(fields: dict[str, object], own: list[int], held: list[i
     tensors = StepTensors(cast(ForwardBatch, batch), **fields)  # type: ignore[arg-type]
     drawn.give(tensors, NONE_PENDING, None)
     assert batch.token_ids.tolist() == GIVEN and drawn.token_ids.tolist() == UNTOUCHED
-    drawn.give(tensors, PENDING, SampledTokens([7, 8], torch.tensor([90, 91])))
+    drawn.give(tensors, PENDING, SampledTokens([7, 8], torch.tensor([90, 91]), NO_ROWS))
     assert batch.token_ids.tolist() == own and drawn.token_ids.tolist() == held
 
 
@@ -47,5 +47,5 @@ def test_what_a_graph_has_drawn_is_there() -> None:
     assert token_ids.tolist() == [2, 0] and drawn.token_ids.tolist() == [2, 0, 0, 0]
     drawn.token_ids[3] = 17
     tensors = StepTensors(cast(ForwardBatch, batch), GraphShape(4, 1, 4))
-    drawn.give(tensors, PENDING, SampledTokens([7, 8], token_ids))
+    drawn.give(tensors, PENDING, SampledTokens([7, 8], token_ids, NO_ROWS))
     assert drawn.token_ids.tolist() == [2, 0, 0, 17] and batch.token_ids.tolist() == GIVEN

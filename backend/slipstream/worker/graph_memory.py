@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from slipstream.core.config import EngineConfig
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.block_tables import table_width
 from slipstream.worker.graph_shapes import StepShape, graph_shapes, graph_sizes, layer_shapes, prompt_shapes
-from slipstream.worker.input_batch import table_width
 
 if TYPE_CHECKING:
     from slipstream.worker.memory_plan import Hardware

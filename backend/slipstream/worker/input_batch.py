@@ -6,139 +6,30 @@ that the host does not know yet is copied on the device. Knows nothing of models
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from slipstream.core.drafts import row_depths, row_masks
-from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch, GroupTensors
+from slipstream.worker.block_tables import TABLE_STEP, BlockTables
 from slipstream.worker.host_copy import pack
 from slipstream.worker.interface import StepInput
-
-# On CUDA block tables are multiples of this wide: kernels are compiled once, for strides that 16 divides.
-TABLE_STEP = 16
-
-
-def table_width(max_model_len: int, block_size: int) -> int:
-    """Blocks of a row of the block tables: sequences of max_model_len tokens and the token after them."""
-    return -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP
-
-
-class BlockTables:
-    """Block tables of all KV groups, kept between steps: a request's row grows by its new blocks instead of being
-    rebuilt. Windowed groups keep entries that their windows have passed: nothing reads those."""
-
-    def __init__(self, num_rows: int, max_blocks: int, groups: KVGroups = ONE_GROUP) -> None:
-        self.max_blocks = max_blocks
-        self.groups = groups
-        self._table = np.full((groups.num_groups, num_rows, max_blocks), -1, dtype=np.int32)
-        self._num_blocks = np.zeros(num_rows, dtype=np.int64)  # of the full groups
-        self._num_window_blocks = np.zeros(num_rows, dtype=np.int64)
-        self._rows: dict[int, int] = {}  # by request id
-        self._free = list(range(num_rows))
-        self._last_ids: Sequence[int] = ()
-        self._last_rows = np.zeros(0, dtype=np.int64)
-
-    @classmethod
-    def sized(cls, num_rows: int, max_model_len: int, block_size: int, groups: KVGroups = ONE_GROUP) -> BlockTables:
-        """For sequences of max_model_len tokens and the token after them."""
-        return cls(num_rows, table_width(max_model_len, block_size), groups)
-
-    def put(self, sequence_id: int, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()) -> None:
-        """These are all blocks of a request, whatever it had before."""
-        row = self._rows.get(sequence_id)
-        if row is None:
-            row = self._rows[sequence_id] = self._new_row()
-            self._last_ids = ()
-        self._table[:, row] = -1
-        self._num_blocks[row] = self._num_window_blocks[row] = 0
-        self.extend(sequence_id, block_ids)
-        self.extend_windows(sequence_id, window_block_ids)
-
-    def extend(self, sequence_id: int, block_ids: Sequence[int]) -> None:
-        row = self._rows.get(sequence_id)
-        if row is not None:
-            self._num_blocks[row] += _append(
-                self._table[: self.groups.num_full, row], int(self._num_blocks[row]), block_ids
-            )
-
-    def extend_all(self, block_ids: Mapping[int, Sequence[int]]) -> None:
-        """`extend` by sequence id; requests with one new block, nearly all that decode, at once."""
-        rows, blocks, are_single = [], [], self.groups.num_full == 1
-        for sequence_id, new_ids in block_ids.items():
-            if not (are_single and len(new_ids) == 1):
-                self.extend(sequence_id, new_ids)
-            elif (row := self._rows.get(sequence_id)) is not None:
-                rows.append(row)
-                blocks.append(new_ids[0])
-        if rows:
-            self._table[0, rows, self._num_blocks[rows]] = blocks
-            self._num_blocks[rows] += 1
-
-    def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
-        row = self._rows.get(sequence_id)
-        if row is not None and len(window_block_ids):
-            table, start = self._table[self.groups.num_full :, row], int(self._num_window_blocks[row])
-            self._num_window_blocks[row] += _append(table, start, window_block_ids)
-
-    def drop(self, sequence_ids: Iterable[int]) -> None:
-        self._last_ids = ()
-        self._free += [self._rows.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self._rows]
-
-    def gather(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
-        """Of the first group: [num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the
-        caller may keep."""
-        indices, width = self._rows_of(sequence_ids, width_step)
-        return self._table[0][indices, :width]
-
-    def gather_others(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray | None:
-        """Of the other groups, as wide: [num_groups - 1, num_requests, width]; None if there are none."""
-        if self.groups.num_groups == 1:
-            return None
-        indices, width = self._rows_of(sequence_ids, width_step)
-        return np.stack([table[indices, :width] for table in self._table[1:]])
-
-    def _rows_of(self, sequence_ids: Sequence[int], width_step: int) -> tuple[np.ndarray, int]:
-        if not self._last_ids or sequence_ids != self._last_ids:
-            rows = self._rows
-            self._last_rows = np.array([rows[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
-            self._last_ids = sequence_ids
-        indices = self._last_rows
-        longest = max(1, int(self._num_blocks[indices].max()))
-        return indices, -(-longest // width_step) * width_step
-
-    def _new_row(self) -> int:
-        if not self._free:  # preempted requests keep theirs until they come back
-            size = self._table.shape[1]
-            self._table = np.concatenate([self._table, np.full_like(self._table, -1)], axis=1)
-            self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
-            self._num_window_blocks = np.concatenate([self._num_window_blocks, np.zeros_like(self._num_window_blocks)])
-            self._free = list(range(size, 2 * size))
-        return self._free.pop()
-
-
-def _append(table: np.ndarray, start: int, block_ids: Sequence[int]) -> int:
-    """Write blocks, in which the table's groups take turns, from place `start` on. Returns how many each got."""
-    num_groups = len(table)
-    if num_groups == 1:
-        table[0, start : start + len(block_ids)] = block_ids
-        return len(block_ids)
-    count = len(block_ids) // num_groups
-    table[:, start : start + count] = np.array(block_ids, dtype=np.int32).reshape(count, num_groups).T
-    return count
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a step has drawn, on the device. sequence_ids: of token_ids [S] int64."""
+    """What a step has drawn, on the device. sequence_ids: of token_ids [S] int64. table_rows: [S] int64, the rows of
+    these requests in the block tables; none in a model of several stages, whose steps have no pending tokens."""
 
     sequence_ids: Sequence[int]
     token_ids: torch.Tensor
+    table_rows: np.ndarray
 
     @cached_property
     def rows(self) -> dict[int, int]:
@@ -157,7 +48,8 @@ class PendingRows(NamedTuple):
     in_order: bool
 
 
-NONE_PENDING = PendingRows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), True)
+NO_ROWS = np.zeros(0, dtype=np.int64)
+NONE_PENDING = PendingRows(NO_ROWS, NO_ROWS, True)
 
 
 @dataclass(frozen=True)
@@ -219,27 +111,32 @@ class BatchBuilder:
         """The same on the device, without the tokens that are pending."""
         return batch_tensors(arrays, self._device)
 
+    def sampled(self, step: StepInput, token_ids: torch.Tensor, has_stages: bool = False) -> SampledTokens:
+        """token_ids: one of each request of the step that samples; has_stages: some may have been forgotten."""
+        ids, table_rows = step.sequence_ids, NO_ROWS if has_stages else self.tables.rows(step.sequence_ids)
+        if len(token_ids) == len(ids):
+            return SampledTokens(ids, token_ids, table_rows)
+        ids = list(compress(ids, step.samples))
+        return SampledTokens(ids, token_ids, NO_ROWS if has_stages else table_rows[step.samples])
+
     def arrays(self, step: StepInput, sampled: SampledTokens | None = None) -> StepArrays:
-        if len(step.token_ids) == len(step.sequence_ids) and not step.total_num_drafts and all(step.samples):
+        num_requests, num_tokens = len(step.sequence_ids), len(step.token_ids)
+        all_sample = not step.total_num_drafts and all(step.samples)
+        if num_tokens == num_requests and all_sample:
             return self._decode_arrays(step, sampled)
         computed = np.array(step.num_computed_tokens, dtype=np.int64)
         lengths = np.array(step.num_scheduled_tokens, dtype=np.int64)
-        num_requests = len(lengths)
         tables = self.tables.gather(step.sequence_ids, self._table_step)
         query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start_loc[1:])
+        starts, ends = query_start_loc[:-1], query_start_loc[1:]
         seq_lens = computed + lengths
-        if num_requests == len(step.token_ids):  # decode only: one token per request
-            request_of_token, positions = np.arange(num_requests), computed
-        else:
-            request_of_token = np.repeat(np.arange(num_requests), lengths)
-            positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1])[request_of_token]
+        request_of_token = np.repeat(np.arange(num_requests), lengths)
+        positions = np.arange(num_tokens) + (computed - starts)[request_of_token]
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
         slots, other_slots = self._slots(tables, other_tables, request_of_token, positions)
-        num_logits = np.array(step.samples, dtype=np.int64)
-        if step.total_num_drafts:
-            num_logits *= 1 + np.array(step.num_drafts, dtype=np.int64)
-        num_decodes = num_short_queries(lengths)
+        longest = max(step.num_scheduled_tokens)
+        num_decodes = num_requests if longest <= MAX_DECODE_QUERY_LEN else num_short_queries(lengths)
         tree_mask = None
         if step.draft_parents:
             positions, tree_mask = _tree_rows(step, num_decodes, positions.copy())
@@ -250,17 +147,17 @@ class BatchBuilder:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tables,
             slot_mapping=slots,
-            logits_indices=_last_rows(query_start_loc[1:], num_logits),
-            max_query_len=int(lengths.max()),
+            logits_indices=ends - 1 if all_sample else _last_rows(ends, _num_logits(step)),
+            max_query_len=longest,
             max_seq_len=int(seq_lens.max()),
             num_decode_requests=num_decodes,
             num_decode_tokens=int(query_start_loc[num_decodes]),
-            max_decode_query_len=int(lengths[:num_decodes].max(initial=0)),
-            pending=_pending_tokens(step, query_start_loc, sampled),
+            max_decode_query_len=max(step.num_scheduled_tokens[:num_decodes], default=0),
+            pending=self._pending_tokens(step, starts, sampled),
             tree_mask=tree_mask,
             other_tables=other_tables,
             other_slots=other_slots,
-            prompt_prefixes=tuple(computed[num_decodes:].tolist()),
+            prompt_prefixes=tuple(step.num_computed_tokens[num_decodes:]),
         )
 
     def _decode_arrays(self, step: StepInput, sampled: SampledTokens | None) -> StepArrays:
@@ -283,7 +180,7 @@ class BatchBuilder:
             num_decode_requests=count,
             num_decode_tokens=count,
             max_decode_query_len=1,
-            pending=_pending_tokens(step, order, sampled),
+            pending=self._pending_tokens(step, order, sampled),
             other_tables=other_tables,
             other_slots=other_slots,
         )
@@ -299,6 +196,24 @@ class BatchBuilder:
             return slots, None
         blocks = np.stack([table[request_of_token, columns] for table in others])
         return slots, positions + (blocks - columns) * self._block_size
+
+    def _pending_tokens(self, step: StepInput, starts: np.ndarray, sampled: SampledTokens | None) -> PendingRows:
+        """Where tokens go that were sampled by the step before, and where they lie there. starts: of the requests."""
+        count = len(step.pending)
+        if not count:
+            return NONE_PENDING
+        assert sampled is not None, "a token that is not known, and no step that samples it"
+        order = np.arange(count)
+        if count == len(step.token_ids) and step.sequence_ids == sampled.sequence_ids:
+            return PendingRows(order, order, True)
+        rows, indices = self.tables.rows(step.sequence_ids), np.full(self.tables.num_rows, -1)
+        indices[sampled.table_rows] = np.arange(len(sampled.table_rows))
+        if step.pending[-1] == count - 1:  # the step begins with them
+            places, sources = order, indices[rows[:count]]
+        else:
+            places, sources = starts[step.pending], indices[rows[step.pending]]
+        assert sources.min() >= 0, "a token that is not known, and another step that samples it"
+        return PendingRows(places, sources, np.array_equal(sources, order) and np.array_equal(places, order))
 
 
 def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:
@@ -333,6 +248,12 @@ def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> For
         max_decode_query_len=num_tokens if is_decode else 0,
         prompt_prefixes=() if is_decode else (0,),
     )
+
+
+def _num_logits(step: StepInput) -> np.ndarray:
+    """Of each request: its last token's row and its drafts', if it samples."""
+    counts = np.array(step.samples, dtype=np.int64)
+    return counts * (1 + np.array(step.num_drafts, dtype=np.int64)) if step.total_num_drafts else counts
 
 
 def _last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -381,17 +302,3 @@ def fill_pending(token_ids: torch.Tensor, pending: PendingRows, sampled: Sampled
         return
     places, sources = pack([pending.places, pending.sources], token_ids.device)
     token_ids.index_copy_(0, places, sampled.token_ids.index_select(0, sources))
-
-
-def _pending_tokens(step: StepInput, query_start_loc: np.ndarray, sampled: SampledTokens | None) -> PendingRows:
-    """Where tokens go that were sampled by the step before, and where they lie there."""
-    count = len(step.pending)
-    if not count:
-        return NONE_PENDING
-    assert sampled is not None, "a token that is not known, and no step that samples it"
-    order = np.arange(count)
-    if count == len(step.token_ids) and step.sequence_ids == sampled.sequence_ids:
-        return PendingRows(order, order, True)
-    rows, places = sampled.rows, query_start_loc[step.pending]
-    sources = np.array([rows[step.sequence_ids[place]] for place in step.pending])
-    return PendingRows(places, sources, np.array_equal(places, order) and np.array_equal(sources, order))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 import torch
 from slipstream_kernels import ops
@@ -22,6 +23,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
+from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.branch_moves import BranchMoves
 from slipstream.worker.cores import set_threads
 from slipstream.worker.cuda_graphs import Drawn, StepGraphs
@@ -38,7 +40,7 @@ from slipstream.worker.graph_shapes import (
     slower_than_larger,
 )
 from slipstream.worker.host_copy import to_device
-from slipstream.worker.input_batch import BatchBuilder, BlockTables, SampledTokens, StepArrays, padding_batch
+from slipstream.worker.input_batch import BatchBuilder, SampledTokens, StepArrays, padding_batch
 from slipstream.worker.interface import StepInput
 from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
@@ -257,10 +259,7 @@ class ModelRunner:
             previous, self._sampled = self._sampled, None  # a verification keeps its tokens in AcceptedRows
             drafted = drafted_requests(running, draft_probs)
             return self._verifier.verify(running, drafted, self._prompt_logprobs, previous, masks)
-        sampling, ids = states, step.sequence_ids
-        if not all(step.samples):
-            sampling = [state for state, samples in zip(states, step.samples) if samples]
-            ids = [state.sequence_id for state in sampling]
+        sampling = states if all(step.samples) else list(compress(states, step.samples))
         if not sampling:
             self._sampled = None
             return LaunchedSample()
@@ -274,7 +273,7 @@ class ModelRunner:
             logits = self._model.raw_logits(hidden)
         positions = tensors.batch.positions[rows]
         tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, greedy=greedy)
-        self._sampled = SampledTokens(ids, tokens.token_ids)
+        self._sampled = self._builder.sampled(step, tokens.token_ids, has_stages=self._stage is not None)
         taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else NO_PROMPTS
         return LaunchedSample(tokens, taken)
 

@@ -15,7 +15,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.start_up import StartUp
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.input_batch import BlockTables
+from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.interface import (
     AheadInput,
     DraftInput,

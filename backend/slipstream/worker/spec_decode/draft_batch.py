@@ -15,7 +15,8 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
-from slipstream.worker.input_batch import TABLE_STEP, BlockTables, StepArrays, num_short_queries
+from slipstream.worker.block_tables import TABLE_STEP, BlockTables
+from slipstream.worker.input_batch import StepArrays, num_short_queries
 from slipstream.worker.request_state import RequestState
 
 

@@ -22,8 +22,8 @@ from slipstream.core.registry import Registry
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.decoder import Decoder
+from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.draft_memory import DraftMemory, Planning
-from slipstream.worker.input_batch import BlockTables
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.request_state import RequestState
