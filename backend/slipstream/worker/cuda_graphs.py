@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # A step is captured if its kernels take at most this many times as long as their launches.
 LAUNCH_BOUND = 1.3
+# Batches of views that are kept, a few KB each: steps with and without prompts alternate, and one takes 30 us to make.
+MOST_BATCHES = 1024
 # Cached tokens per request while steps are timed.
 TIMED_CONTEXT = 1024
 
@@ -61,7 +63,7 @@ class StepGraphs(Generic[Shape]):
         self._static = StaticTensors(self._shapes, inputs)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if shapes and inputs.device.type == "cuda" else None
-        self._last_batch: tuple[Shape, int, ForwardBatch] | None = None
+        self._batches: dict[tuple[Shape, int], ForwardBatch] = {}  # by number of logits_indices; views only
         self._decode_shapes: dict[int, Shape | None] = {}  # by number of requests, as asked for
 
     @property
@@ -176,10 +178,13 @@ class StepGraphs(Generic[Shape]):
         """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
         step's. Valid until the next `load`; its block tables and pending tokens from the replay on."""
         self._static.load(shape, shape.spread(step))
-        num_logits = len(step.logits_indices)
-        if self._last_batch is None or self._last_batch[:2] != (shape, num_logits):
-            self._last_batch = shape, num_logits, self._batch(shape, num_logits)
-        return self._last_batch[2]
+        key = shape, len(step.logits_indices)
+        batch = self._batches.get(key)
+        if batch is None:
+            if len(self._batches) >= MOST_BATCHES:
+                self._batches.clear()
+            batch = self._batches[key] = self._batch(*key)
+        return batch
 
     def replay(self, shape: Shape) -> torch.Tensor:
         """The output of `forward`; valid until the next replay of any shape."""

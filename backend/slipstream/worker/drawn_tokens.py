@@ -29,6 +29,6 @@ class DrawnTokens:
             return
         assert sampled is not None
         if tensors.has_graph and sampled.token_ids.data_ptr() != self.token_ids.data_ptr():
-            self.token_ids[: len(sampled.token_ids)].copy_(sampled.token_ids)
+            self.token_ids[: sampled.token_ids.shape[0]].copy_(sampled.token_ids)
         if tensors.has_own_batch:
             fill_pending(tensors.batch.token_ids, pending, sampled)

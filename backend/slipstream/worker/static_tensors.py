@@ -175,20 +175,20 @@ class StaticTensors:
         self._host_seq_lens[:count] = step.seq_lens
 
     def _write(self, shape: StepShape, step: StepArrays) -> None:
-        tree_mask = step.tree_mask if step.tree_mask is not None else _chain_masks(step) if shape.is_tree else None
-        for row, (values, padding) in enumerate(
-            (
-                (step.token_ids, 0),
-                (step.positions, 0),
-                (step.logits_indices, 0),
-                (() if tree_mask is None else tree_mask, 1),
-                (_sources_of(step), -1),
-                (step.slot_mapping, -1),
-                *((slots, -1) for slots in (() if step.other_slots is None else step.other_slots)),
-            )
-        ):
-            self._host_words[row, : len(values)] = values
-            self._host_words[row, len(values) : shape.num_tokens] = padding
+        words, num_tokens, num_logits = self._host_words, len(step.token_ids), len(step.logits_indices)
+        end = shape.num_tokens
+        words[0, :num_tokens], words[1, :num_tokens] = step.token_ids, step.positions
+        words[:2, num_tokens:end] = 0
+        words[2, :num_logits] = step.logits_indices
+        words[2, num_logits:end] = 0
+        words[3, :end] = 1
+        if shape.is_tree:
+            tree_mask = _chain_masks(step) if step.tree_mask is None else step.tree_mask
+            words[3, : len(tree_mask)] = tree_mask
+        words[4, :num_tokens], words[5, :num_tokens] = _sources_of(step), step.slot_mapping
+        if step.other_slots is not None:
+            words[6:, :num_tokens] = step.other_slots
+        words[4:, num_tokens:end] = -1
         self._host_table_size[:] = step.block_tables.shape
         count = len(step.seq_lens)
         self._host_starts[: count + 1] = step.query_start_loc
