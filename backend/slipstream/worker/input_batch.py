@@ -114,7 +114,7 @@ class BatchBuilder:
     def sampled(self, step: StepInput, token_ids: torch.Tensor, has_stages: bool = False) -> SampledTokens:
         """token_ids: one of each request of the step that samples; has_stages: some may have been forgotten."""
         ids, table_rows = step.sequence_ids, NO_ROWS if has_stages else self.tables.rows(step.sequence_ids)
-        if len(token_ids) == len(ids):
+        if token_ids.shape[0] == len(ids):
             return SampledTokens(ids, token_ids, table_rows)
         ids = list(compress(ids, step.samples))
         return SampledTokens(ids, token_ids, NO_ROWS if has_stages else table_rows[step.samples])

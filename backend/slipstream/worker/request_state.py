@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.worker.interface import NewRequest, StepInput, Updates
@@ -12,7 +11,12 @@ from slipstream.worker.interface import NewRequest, StepInput, Updates
 class RequestState:
     """One request. token_ids: prompt and output, complete only for requests whose text the worker reads.
     num_drawn_tokens: output tokens including the one that the current step draws; only for requests with
-    counts_tokens. block_ids: of the first KV group, which drafters' caches share."""
+    counts_tokens. block_ids: of the first KV group, which drafters' caches share.
+
+    What a batch asks of each of its requests whenever one joins or leaves is found out once, here.
+    counts_tokens: whether a draw depends on the number of tokens drawn before. is_plain: whether the next token is the
+    argmax of the unchanged logits. draw: temperature, top_k, top_p, min_p and seed, as kernels take them.
+    """
 
     def __init__(self, new: NewRequest, num_full_groups: int = 1) -> None:
         self.sequence_id = new.sequence_id
@@ -30,6 +34,13 @@ class RequestState:
         self.adapter_slot = new.adapter_slot
         self.prompt_rows = new.prompt_rows
         self.num_drawn_tokens = len(new.output_token_ids)
+        params = new.params
+        self.is_greedy = params.is_greedy
+        self.has_edits = has_edits(params)
+        self.counts_tokens = self.has_edits or params.has_penalties
+        self.draws_by_itself = draws_by_itself(params, new.has_grammar)
+        self.is_plain = self.is_greedy and self.draws_by_itself
+        self.draw = params.temperature, max(0, params.top_k), params.top_p, params.min_p, _signed(new.seed)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -43,31 +54,6 @@ class RequestState:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
-    @cached_property
-    def has_edits(self) -> bool:
-        return has_edits(self.params)
-
-    @cached_property
-    def counts_tokens(self) -> bool:
-        """Whether a draw depends on the number of tokens drawn before."""
-        return self.has_edits or self.params.has_penalties
-
-    @cached_property
-    def draws_by_itself(self) -> bool:
-        return draws_by_itself(self.params, self.has_grammar)
-
-    @cached_property
-    def draw(self) -> tuple[float, int, float, float, int]:
-        """Temperature, top_k, top_p, min_p and seed, as kernels take them: 64 bits of the seed, signed."""
-        params, seed = self.params, self.seed & ((1 << 64) - 1)
-        signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-        return params.temperature, max(0, params.top_k), params.top_p, params.min_p, signed
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits."""
-        return self.params.is_greedy and self.draws_by_itself
-
 
 def has_edits(params: SamplingParams) -> bool:
     """Whether logits are biased, or tokens banned, before a token is drawn."""
@@ -79,6 +65,12 @@ def draws_by_itself(params: SamplingParams, has_grammar: bool) -> bool:
     """Whether tokens depend only on logits, parameters and positions, and no log-probabilities are wanted."""
     is_edited = params.has_penalties or has_edits(params) or params.logits_processors
     return not (is_edited or params.logprobs is not None or has_grammar)
+
+
+def _signed(seed: int) -> int:
+    """The lower 64 bits of a seed, as a signed number."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 class RequestStates:

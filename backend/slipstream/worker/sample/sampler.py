@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,8 @@ class Draws(NamedTuple):
     min_p: torch.Tensor | None
     seeds: torch.Tensor
 
+
+_is_plain, _is_greedy = attrgetter("is_plain"), attrgetter("is_greedy")
 
 # edited logits, the rows' parameters, positions, tokens drawn -> tokens
 Judge = Callable[[torch.Tensor, Draws, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -194,7 +197,7 @@ class Sampler:
     def _are_plain(self, requests: list[RequestState]) -> bool:
         """Whether all tokens are the argmax of unchanged logits. The same list has the same requests."""
         if self._seen[0] is not requests:
-            self._seen = requests, all(request.is_plain for request in requests)
+            self._seen = requests, all(map(_is_plain, requests))
         return self._seen[1]
 
     def _compose(self, requests: list[RequestState]) -> _Composition:
@@ -204,7 +207,7 @@ class Sampler:
             with_logprobs = [row for row in special if requests[row].params.logprobs is not None]
             is_edited = self._edits.compose(requests)
             self._processors.compose(requests)
-            is_greedy = all(request.params.is_greedy for request in requests)
+            is_greedy = all(map(_is_greedy, requests))
             self._composition = _Composition(
                 requests=requests,
                 is_greedy=is_greedy,
