@@ -10,10 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_decodes, note_lengths
@@ -29,8 +28,7 @@ _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RunRows:
+class RunRows(NamedTuple):
     """The decodes of a step that a run has scheduled: its first rows.
 
     token_ids, times: of the requests. grown: those with new blocks since the step before. last: indices of those for
@@ -76,11 +74,14 @@ class DecodeRun:
         cls, step: ScheduledStep, running: Sequence[Request], prefills: Sequence[Request], cache: KVCacheManager
     ) -> DecodeRun | None:
         """The run of the steps after one that has looked, whose rows are decodes so far. None if a running request
-        has neither decoded nor is one of the prefills nor waits for its end."""
+        has neither decoded nor is one of the prefills nor waits for its end or for loads."""
         if len(step.requests) + len(prefills) < len(running):
             known = {request.sequence_id for request in chain(step.requests, prefills)}
-            if not all(_is_at_length(request) for request in running if request.sequence_id not in known):
+            others = [request for request in running if request.sequence_id not in known]
+            if not all(request.awaits_loads or _is_at_length(request) for request in others):
                 return None
+            loading = [request for request in others if request.awaits_loads]
+            prefills = sorted([*prefills, *loading], key=_sort_key) if loading else prefills
         return cls(step.requests, prefills, cache)
 
     def start(self, request: Request) -> None:
@@ -106,11 +107,13 @@ class DecodeRun:
     def schedule(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> bool:
         """Schedule a token of each request; append to `prefills` the others that run and wait for no loads. False,
         without a row, if tokens or blocks are short, or one that joins needs a look."""
-        joined = [request for request in self._prefills if _num_missing(request) == 1 and not request.awaits_loads]
+        ready = [request for request in self._prefills if not request.awaits_loads] if self._prefills else []
+        joined = [request for request in ready if _num_missing(request) == 1]
         if joined:
             if not self._are_alike(joined):
                 return False
             self._prefills = [request for request in self._prefills if request not in joined]
+            ready = [request for request in ready if request not in joined]
             self._join(joined)
         requests, size = self._requests, self._cache.block_size
         if len(requests) > budget:
@@ -118,35 +121,36 @@ class DecodeRun:
         grown = self._grow(self._by_offset[-self._num_steps % size])
         if grown is None:
             return False
-        prefills += [request for request in self._prefills if not request.awaits_loads]
+        prefills += ready
         self._num_steps += 1
         self._note_filled(self._by_offset[-self._num_steps % size], joined)
         for request in requests:
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
-        ending = self._ends.pop(self._num_steps, ())
-        last = sorted(bisect_left(requests, request.sort_key, key=_sort_key) for request in ending)
+        ending = self._ends.pop(self._num_steps, None)
+        last = sorted(bisect_left(requests, one.sort_key, key=_sort_key) for one in ending) if ending else []
         if requests:
             lists = requests, self._token_ids, self._times
             step.run = RunRows(self, *lists, grown, last, self._stop_ids, self.num_gone)
         step.requests, step.num_computed_tokens = requests[:], self._num_computed_tokens
         step.fill_decodes()
         self._num_computed_tokens = [num_computed + 1 for num_computed in self._num_computed_tokens]
-        self._at_length += ending
-        self._remove(last)
+        if ending:
+            self._at_length += ending
+            self._remove(last)
         return True
 
     def commit(
         self,
         rows: RunRows,
-        sampled_token_ids: Sequence[list[int]],
+        sampled_token_ids: list[list[int]],
         now_ns: int,
         stats: Stats,
         leave: Callable[[Request], None],
     ) -> list[StepOutput]:
         """`Scheduler.commit` for the rows of a step of this run. leave: called with each request that ends."""
         requests, token_ids, times, last = rows.requests, rows.token_ids, rows.times, rows.last
-        sampled = list(sampled_token_ids[: len(requests)])
+        sampled = sampled_token_ids[: len(requests)]
         if rows.num_gone != self.num_gone:
             gone = [index for index, request in enumerate(requests) if request.is_finished]
             requests, token_ids, times = _without(requests, gone), _without(token_ids, gone), _without(times, gone)
@@ -212,8 +216,6 @@ class DecodeRun:
 
     def _remove(self, indices: list[int]) -> None:
         """Take requests out of all that is counted. indices: ascending."""
-        if not indices:
-            return
         size = self._cache.block_size
         for index in indices:
             request = self._requests[index]
@@ -292,7 +294,7 @@ class DecodeRuns:
     def commit(
         self,
         step: ScheduledStep,
-        sampled_token_ids: Sequence[list[int]],
+        sampled_token_ids: list[list[int]],
         now_ns: int,
         stats: Stats,
         leave: Callable[[Request], None],

@@ -284,7 +284,7 @@ class Scheduler:
                 if request.status is RequestStatus.RUNNING:
                     self._preempt(request)
 
-    def commit(self, step: ScheduledStep, sampled_token_ids: Sequence[list[int]]) -> list[StepOutput]:
+    def commit(self, step: ScheduledStep, sampled_token_ids: list[list[int]]) -> list[StepOutput]:
         """Apply a step's result: append tokens, end requests, free blocks, publish prefixes.
 
         sampled_token_ids: one list per step.requests: accepted drafts and the token after them, empty where `samples`
@@ -296,6 +296,8 @@ class Scheduler:
             self.cache.commit(step.layered.request)
         now_ns = time.time_ns()
         outputs, first = self._runs.commit(step, sampled_token_ids, now_ns, self.stats, self._leave)
+        if outputs and first == len(step.requests):
+            return outputs
         num_noted, block_size, finished = len(outputs), self.cache.block_size, RequestStatus.FINISHED
         rows = zip(step.requests[first:], step.samples[first:], sampled_token_ids[first:], strict=True)
         for request, samples, new_token_ids in rows:

@@ -64,6 +64,7 @@ class StepGraphs(Generic[Shape]):
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if shapes and inputs.device.type == "cuda" else None
         self._batches: dict[tuple[Shape, int], ForwardBatch] = {}  # by number of logits_indices; views only
+        self._last_batch: tuple[Shape | None, int, ForwardBatch | None] = None, 0, None
         self._decode_shapes: dict[int, Shape | None] = {}  # by number of requests, as asked for
 
     @property
@@ -178,12 +179,10 @@ class StepGraphs(Generic[Shape]):
         """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
         step's. Valid until the next `load`; its block tables and pending tokens from the replay on."""
         self._static.load(shape, shape.spread(step))
-        key = shape, len(step.logits_indices)
-        batch = self._batches.get(key)
-        if batch is None:
-            if len(self._batches) >= MOST_BATCHES:
-                self._batches.clear()
-            batch = self._batches[key] = self._batch(*key)
+        num_logits, (last_shape, last_count, batch) = len(step.logits_indices), self._last_batch
+        if last_shape is not shape or last_count != num_logits or batch is None:
+            batch = self._kept_batch(shape, num_logits)
+            self._last_batch = shape, num_logits, batch
         return batch
 
     def replay(self, shape: Shape) -> torch.Tensor:
@@ -195,6 +194,15 @@ class StepGraphs(Generic[Shape]):
     def drawn(self, shape: Shape) -> Drawn | None:
         """What the last replay has drawn, if it was of this shape and its graph draws; valid as long as its output."""
         return self._drawn.get(shape)
+
+    def _kept_batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
+        key = shape, num_logits
+        batch = self._batches.get(key)
+        if batch is None:
+            if len(self._batches) >= MOST_BATCHES:
+                self._batches.clear()
+            batch = self._batches[key] = self._batch(shape, num_logits)
+        return batch
 
     def _batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
         return self._static.batch(shape, num_logits)

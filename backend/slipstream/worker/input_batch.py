@@ -113,11 +113,13 @@ class BatchBuilder:
 
     def sampled(self, step: StepInput, token_ids: torch.Tensor, has_stages: bool = False) -> SampledTokens:
         """token_ids: one of each request of the step that samples; has_stages: some may have been forgotten."""
-        ids, table_rows = step.sequence_ids, NO_ROWS if has_stages else self.tables.rows(step.sequence_ids)
-        if token_ids.shape[0] == len(ids):
+        ids = step.sequence_ids
+        table_rows = NO_ROWS if has_stages else self.tables.rows(ids)
+        if all(step.samples):
             return SampledTokens(ids, token_ids, table_rows)
-        ids = list(compress(ids, step.samples))
-        return SampledTokens(ids, token_ids, NO_ROWS if has_stages else table_rows[step.samples])
+        return SampledTokens(
+            list(compress(ids, step.samples)), token_ids, table_rows if has_stages else table_rows[step.samples]
+        )
 
     def arrays(self, step: StepInput, sampled: SampledTokens | None = None) -> StepArrays:
         num_requests, num_tokens = len(step.sequence_ids), len(step.token_ids)
