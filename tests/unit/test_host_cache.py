@@ -12,6 +12,7 @@ from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 SIZE = 4
@@ -155,6 +156,35 @@ def test_streams_do_not_wait_for_more_loads_than_a_step_may_make(most_loads: flo
     for one in (first, second):
         assert one.output_token_ids == continuation(one.prompt_token_ids, 4)
         assert one.num_cached_tokens == one.num_prompt_tokens - 1
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["that begins while they wait", "that they come to"])
+def test_a_run_of_decodes_goes_on_beside_requests_that_wait_for_loads(is_special: bool) -> None:
+    """They join it when theirs have come, one as a decode and one with a prompt's rest."""
+    llm = make_llm(40, num_host_blocks=100, most_loads=1, max_num_batched_tokens=100)
+    prompts = [[first, *range(length)] for first, length in ((500, 48), (600, 42))]
+    for prompt in [*prompts, list(range(200, 355))]:
+        llm.scheduler.add(make_request(prompt, 1))
+        llm.run()
+    stream, special = make_request([7] * 5, 60), make_request([8] * 5, 4)
+    if is_special:  # no run before it ends
+        special = Request([8] * 5, SamplingParams(max_tokens=4, stop_words_ids=((2000, 2001),)))
+    requests = [make_request(prompt, 12) for prompt in prompts]
+    for request in (stream, special):
+        llm.scheduler.add(request)
+    llm.step()
+    for request in requests:
+        llm.scheduler.add(request)
+    num_steps = len(llm.steps)
+    for _ in range(24):
+        llm.step()
+    runs = [step.run is not None for step in llm.steps[num_steps:]]
+    assert runs == ([False] * 4 + [True] * 20 if is_special else [False] + [True] * 23)
+    began = [llm.steps[num_steps + index].requests for index in (4, 11, 21)]
+    assert began == [[stream], [stream, requests[0]], [stream, *requests]]
+    llm.run()
+    for one in requests:
+        assert one.output_token_ids == continuation(one.prompt_token_ids, 12)
 
 
 def test_nobody_else_keeps_a_prefix_waiting() -> None:
