@@ -1,6 +1,7 @@
-"""Slipstream through tritonserver on one GPU: the same measurements as bench_engine, by gRPC streaming clients.
+"""Slipstream through tritonserver: the same measurements as bench_engine, by gRPC streaming clients.
 
     python tests/bench/bench_triton.py --shape llama3-8b --measure decode,throughput --out served.jsonl
+    python tests/bench/bench_triton.py --replicas 4 --clients 16 --measure throughput --num-prompts 1024
     python tests/bench/bench_triton.py --set quantization=fp8 --rival ours.jsonl --perf-analyzer 64
 
 Every token is one streamed response with its text; clients are tritonclient processes on the same machine.
@@ -60,7 +61,8 @@ def write_model(folder: Path, shape: Shape) -> Path:
     return folder
 
 
-def write_repository(folder: Path, model: Path, arguments: argparse.Namespace) -> Path:
+def write_repository(folder: Path, model: Path, arguments: argparse.Namespace, replicas: int = 1) -> Path:
+    """One model `llm` of so many engines, each with the next GPU."""
     (folder / "llm/1").mkdir(parents=True)
     parameters: dict[str, object] = {
         "model": model,
@@ -72,7 +74,8 @@ def write_repository(folder: Path, model: Path, arguments: argparse.Namespace) -
         "max_waiting_requests": 100_000,
     }
     parameters.update(pair.split("=", 1) for pair in arguments.set)
-    text = 'name: "llm"\nbackend: "slipstream"\n' + "".join(parameter(*item) for item in parameters.items())
+    text = f'name: "llm"\nbackend: "slipstream"\ninstance_group {{ count: {replicas} kind: KIND_MODEL }}\n'
+    text += "".join(parameter(*item) for item in parameters.items())
     (folder / "llm/config.pbtxt").write_text(text)
     return folder
 
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--clients", type=int, default=8, help="client processes")
+    parser.add_argument("--replicas", type=int, default=1, help="engines of the model, each on a GPU of its own")
     parser.add_argument("--perf-analyzer", type=int, default=0, metavar="STREAMS")
     parser.add_argument("--perf-output-len", type=int, default=128)
     arguments = parser.parse_args()
@@ -126,11 +130,12 @@ def main() -> None:
         raise SystemExit(f"{PERF_ANALYZER}: not there; run build/fetch_perf_analyzer.py")
     with tempfile.TemporaryDirectory() as name:
         model = write_model(Path(name) / "model", SHAPES[arguments.shape])
-        repository = write_repository(Path(name) / "repository", model, arguments)
+        repository = write_repository(Path(name) / "repository", model, arguments, arguments.replicas)
         server = TritonServer(repository, backends, start_timeout_s=300)
         with server, StreamClients(server.grpc_url, arguments.clients) as clients:
             bench = TritonBench(arguments, server, clients)
             settings = {"engine": "slipstream+triton", "shape": arguments.shape, "set": arguments.set}
+            settings["replicas"] = arguments.replicas
             perf: Measure = measure_perf_analyzer  # type: ignore[assignment]  # asks for the server's address
             if arguments.perf_analyzer:
                 arguments.measure += ",perf_analyzer"

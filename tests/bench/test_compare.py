@@ -166,9 +166,9 @@ def test_the_served_half_runs(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "served.jsonl"
     sizes = "--contexts 8 --max-model-len 64 --num-prompts 5 --input-len 8 --output-len 4"
     sizes += " --measure throughput,streams --concurrency 3"
-    options = f"--shape demo {sizes} --set device=cpu --set memory_bytes=50000000 --clients 2 --out {out}"
+    options = f"--shape demo {sizes} --set device=cpu --set memory_bytes=50000000 --clients 2 --replicas 2 --out {out}"
     monkeypatch.setattr(sys, "argv", ["bench_triton.py", *options.split()])
     bench_triton.main()  # the clients assert that every token arrived
     records = {record["what"]: record for record in map(json.loads, out.read_text().splitlines())}
-    assert records["throughput"]["out_tok_s"] > 0
+    assert records["throughput"]["out_tok_s"] > 0 and records["throughput"]["replicas"] == 2
     assert records["streams"]["out_tok_s"] > 0 and records["streams"]["concurrency"] == 3
