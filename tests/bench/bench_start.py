@@ -65,7 +65,7 @@ def start(arguments: argparse.Namespace) -> dict[str, object]:
     from bench_engine import EngineBench, memory_of
     from measures import draw_prompts
 
-    arguments.shape, arguments.temperature, arguments.adapters = arguments.shapes, 0.0, []
+    arguments.shape, arguments.layers, arguments.temperature, arguments.adapters = arguments.shapes, 0, 0.0, []
     with tempfile.TemporaryDirectory() as folder:
         bench = EngineBench(arguments, Path(folder))
         phases = bench.engine.start_up.seconds
