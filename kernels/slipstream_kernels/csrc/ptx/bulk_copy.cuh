@@ -27,4 +27,9 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
           to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// Brings `bytes` (a multiple of 16, as the address) to the L2 cache.
+__device__ __forceinline__ void prefetch_bulk(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 }  // namespace slipstream

@@ -43,6 +43,7 @@ struct LatentShape {
   static constexpr int kScaleBytes = kKeys * kScales * 4;          // of a tile
   static constexpr int kRopeOffset = kValueDim + kScales * 4;
   static constexpr int kFp8RowBytes = kRopeOffset + 64 * 2;
+  static constexpr int kRowBytes = kIsFp8 ? kFp8RowBytes : kKeyDim * 2;   // of the cache
   static constexpr int kRawBytes = kKeys * kValueDim + kScaleBytes;
 };
 

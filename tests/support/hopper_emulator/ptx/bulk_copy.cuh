@@ -10,4 +10,8 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   copy_bytes(to, from, barrier, static_cast<int>(bytes));
 }
 
+inline void prefetch_bulk(const void* from, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) emulator::fail("a prefetch that is not aligned");
+}
+
 }  // namespace slipstream
