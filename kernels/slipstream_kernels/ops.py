@@ -19,7 +19,7 @@ from slipstream_kernels.gemm.int4_mm import int4_mm
 from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
 from slipstream_kernels.gemm.invariant_head_mm import invariant_head_mm
 from slipstream_kernels.gemm.invariant_mm import invariant_mm
-from slipstream_kernels.gemm.limits import fp8_refusal, written_out_bytes
+from slipstream_kernels.gemm.limits import fp8_refusal, fp8_sums_bytes, written_out_bytes
 from slipstream_kernels.gemm.linear import gated_linear, linear
 from slipstream_kernels.gemm.linear_weight import (
     LinearWeight,
@@ -125,6 +125,7 @@ __all__ = [
     "empty_kv_cache",
     "empty_latent_cache",
     "fp8_refusal",
+    "fp8_sums_bytes",
     "fp8_weight",
     "gate_experts",
     "gated_linear",

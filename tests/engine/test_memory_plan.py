@@ -71,7 +71,10 @@ def test_the_workspace_holds_weights_written_out(
     plain = plan_memory(wide, _config(), GPU, GIB).workspace_bytes
     config = replace(_config(), model=ModelConfig(max_model_len=256, quantization=quantization))
     more = plan_memory(wide, config, GPU, GIB).workspace_bytes - plain
-    assert more == largest.num_parameters * bytes_per_weight
+    sums = 2 * ops.fp8_sums_bytes(132) - ops.split_sums_bytes(132, 64, is_latent=False)
+    if quantization not in ("fp8", "a8w8_fp8_wint4"):  # of dense layers' FP8 products
+        sums = 0
+    assert more == largest.num_parameters * bytes_per_weight + sums
     assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
 
 
@@ -106,6 +109,14 @@ def test_the_workspace_holds_what_splits_of_keys_leave(
     config = replace(_config(), model=ModelConfig(max_model_len=256, cuda_graphs="off"))
     on_gpu, on_cpu = (workspace_bytes(own, config, replace(CPU, device=torch.device(kind))) for kind in ("cuda", "cpu"))
     assert on_gpu - on_cpu == num_bytes
+
+
+@pytest.mark.parametrize(("graphs", "num_pools"), [("off", 1), ("auto", 2)])
+def test_the_workspace_holds_what_fp8_products_leave(spec: DecoderSpec, graphs: str, num_pools: int) -> None:
+    """Two slots of 128 x 256 sums for each SM, in place of attention's, which are less; graphs have theirs apart."""
+    models = [ModelConfig(max_model_len=256, quantization=name, cuda_graphs=graphs) for name in ("none", "fp8")]
+    plain, fp8 = (workspace_bytes(deep(spec), replace(_config(), model=model), GPU) for model in models)
+    assert fp8 - plain == num_pools * 2 * 132 * 128 * 256 * 4 - ops.split_sums_bytes(132, 128, is_latent=False)
 
 
 @pytest.mark.parametrize(("graphs", "num_pools"), [("off", 1), ("auto", 2)])

@@ -35,8 +35,8 @@ from slipstream_kernels.sample.cuda import sample
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 IN_CUDA = {
-    "skinny_gemm", "swap_ab_gemm", "mixed_gemm", "skinny_gemm_w4a16", "mixed_gemm_w4a16", "mixed_gemm_w4a8",
-    "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm",
+    "skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "skinny_gemm_w4a16", "mixed_gemm_w4a16",
+    "mixed_gemm_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm",
 }  # fmt: skip
 Answer = str  # of a fake kernel: its name
 Kernels = dict[str, Kernel]
@@ -98,7 +98,8 @@ def product(kind: WeightKind, num_rows: int, rows: str = PLAIN_ROWS, gated: bool
     [
         (("plain", BF16), 4, PLAIN_ROWS, False, "skinny_gemm", "library"),
         (("plain", BF16), 40, PLAIN_ROWS, True, "swap_ab_gemm", "library"),
-        (("fp8", E4M3), 40, FP8_ROWS, True, "swap_ab_gemm", "scaled_mm"),
+        (("fp8", E4M3), 20, FP8_ROWS, True, "swap_ab_gemm", "scaled_mm"),
+        (("fp8", E4M3), 40, FP8_ROWS, True, "swap_ab_stream", "scaled_mm"),
         (("fp8_block", E4M3), 40, FP8_ROWS, True, "swap_ab_gemm", "scaled_mm"),
         (("int8", torch.int8), 4, PLAIN_ROWS, False, "skinny_gemm", "int8_mm"),
         (("w8a16", torch.int32), 100, PLAIN_ROWS, False, "mixed_gemm", "int8_dequantise+library"),

@@ -26,6 +26,7 @@ from slipstream_kernels.gemm.cuda import (
     skinny_gemm,
     skinny_gemm_w4a16,
     swap_ab_gemm,
+    swap_ab_stream,
     w4a8_gemm,
 )
 from slipstream_kernels.moe.cuda import grouped_gemm
@@ -33,6 +34,7 @@ from slipstream_kernels.sample.cuda import sample
 
 MIRRORS = {
     "swap_ab_params.h": swap_ab_gemm.SwapAbParams,
+    "swap_ab_stream_params.h": swap_ab_stream.SwapAbStreamParams,
     "decode_params.h": decode_attention.DecodeParams,
     "grouped_gemm_params.h": grouped_gemm.GroupedGemmParams,
     "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,

@@ -84,7 +84,7 @@ def test_planned_bytes(full: Path, tmp_path: Path, method: str, head: bool, tied
     per_row = 0.5 + 4 / 128 if method in ("wint4", "w4a8_fp8") else 1
     expected = decoder.spec.num_parameters * 2
     for linear in (*decoder.spec.layer_linears, *heads):
-        counters = 4 * -(-linear.out_features // 32) if method == "w8a8_int8" else 0
+        counters = 4 * -(-linear.out_features // 16) if method == "w8a8_int8" else 0
         scales = 0 if per_row < 1 else 4 * linear.out_features + counters
         already = 0 if tied and linear in heads else 2 * linear.in_features * linear.out_features
         expected += int(per_row * linear.in_features * linear.out_features) + scales - already

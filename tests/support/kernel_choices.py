@@ -101,7 +101,7 @@ class Hopper:
         return None
 
     def count_clusters(self, kernel: str, product: object, config: tuple[int, ...]) -> int:
-        splits = config[2]  # (columns, tiles or warpgroups_m, splits, …)
+        splits = 1 if kernel == "swap_ab_stream" else config[2]  # (columns, tiles or warpgroups_m, splits, …)
         return CLUSTERS_OF_H200[splits] * self.num_sms // CLUSTERS_OF_H200[1]
 
 

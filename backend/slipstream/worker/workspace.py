@@ -18,6 +18,7 @@ from slipstream.nn.heads.eagle import NUM_FEATURES
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.quant import choose_methods
+from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.graph_memory import graph_memory
@@ -82,10 +83,13 @@ def _sums_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num
     own = spec.of_stage(hardware.parallel)
     attentions = own.of_rank(hardware.parallel).attentions
     if not config.model.deterministic:
-        return max(
+        is_fp8 = isinstance(choose_methods(config.model, spec).linears, Fp8)
+        of_products = ops.fp8_sums_bytes(num_sms) if is_fp8 else 0
+        of_attentions = [
             ops.split_sums_bytes(num_sms, attention.head_dim, is_latent=attention.latent is not None)
             for attention in attentions
-        )
+        ]
+        return max(of_products, *of_attentions) + (of_products if num_graph_tokens else 0)
     heads = () if hardware.parallel.stage else (spec.lm_head,)
     linears = {linear.of_rank(hardware.parallel) for linear in (*own.layer_linears, *heads) if not linear.num_experts}
     max_seq_len, total = config.model.max_model_len or spec.max_model_len, 0

@@ -26,6 +26,7 @@ from slipstream_kernels.gemm.cuda import (
     skinny_gemm,
     skinny_gemm_w4a16,
     swap_ab_gemm,
+    swap_ab_stream,
     w4a8_gemm,
 )
 from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_w4a8_gemm, grouped_w4a16_gemm
@@ -45,6 +46,7 @@ def variants() -> list[Variant]:
         ragged_attention,
         skinny_gemm,
         swap_ab_gemm,
+        swap_ab_stream,
         mixed_gemm,
         sample,
         rank_sum,

@@ -6,6 +6,7 @@ Choices are made in gemm/choose.py and tuning.py.  Rows come as the weight's for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,10 @@ from torch import Tensor
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda import swap_ab_choice
+from slipstream_kernels.gemm.cuda import swap_ab_choice, swap_ab_stream_choice
 from slipstream_kernels.gemm.int4_checks import group_refusal, write_out_refusal
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
-from slipstream_kernels.gemm.tuning import ranges_of, tuning_of
+from slipstream_kernels.gemm.tuning import MOST_FEATURES, SwapAbCosts, Tuning, ranges_of, tuning_of
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, never
 from slipstream_kernels.select import load_module, select
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Rows = Tensor | Fp8Rows | Int8Rows
 Run = Callable[[Rows, "LinearWeight", Config, bool], Tensor]  # of rows, weight, template arguments, whether gated
 LIBRARY_ALIGNMENT = 16  # features of an e4m3 weight that cuBLAS takes are multiples of it
+MOST_ROWS_OF_CLUSTERS = 128  # FP8 rows that tuning.py gives swap_ab_gemm; more go to the library
 BOTH_HALVES = 32  # output features of a gated product in tiles of 16 are multiples of it
 
 
@@ -104,12 +106,20 @@ def _swap_ab_refusal(product: Product) -> str | None:
     return reason
 
 
-def _swap_ab_config(product: Product, device: Device[Product]) -> Config:
+def _sizes(product: Product) -> swap_ab_choice.Product:
     weight = product.weight
     row_bytes = weight.in_features * weight.dtype.itemsize
-    sized = swap_ab_choice.Product(product.num_rows, weight.out_features, row_bytes, product.gated)
-    costs = tuning_of(device.name).swap_ab
-    return swap_ab_choice.choose(sized, lambda found: device.count_clusters("swap_ab_gemm", product, found), costs)
+    return swap_ab_choice.Product(product.num_rows, weight.out_features, row_bytes, product.gated)
+
+
+def _swap_ab_costs(product: Product, tuning: Tuning) -> SwapAbCosts:
+    return tuning.swap_ab_fp8 if product.weight.format == "fp8" and product.num_rows > 32 else tuning.swap_ab
+
+
+def _swap_ab_config(product: Product, device: Device[Product]) -> Config:
+    costs = _swap_ab_costs(product, tuning_of(device.name))
+    count = partial(device.count_clusters, "swap_ab_gemm", product)
+    return swap_ab_choice.choose(_sizes(product), count, costs)
 
 
 def _swap_ab_clusters(product: Product, config: Config) -> int:
@@ -127,6 +137,49 @@ def _swap_ab(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tens
     rows = _aligned(x) if isinstance(x, Tensor) else x
     y: Tensor = kernel.swap_ab_gemm(
         rows, weight.tensor, weight.scales, _bias(weight, x.dtype), gated, kernel.Variant(*config)
+    )
+    return y
+
+
+# swap_ab_stream
+
+
+def _stream_refusal(product: Product) -> str | None:
+    weight = product.weight
+    sizes = weight.device, product.dtype, weight.out_features, weight.in_features
+    reason: str | None = _cuda("swap_ab_stream").product_refusal(*sizes)
+    return reason
+
+
+def _stream_config(product: Product, device: Device[Product]) -> Config | None:
+    """None: what follows in the table is faster by its estimate."""
+    tuning, sizes = tuning_of(device.name), _sizes(product)
+    count = partial(device.count_clusters, "swap_ab_stream", product)
+    chosen = swap_ab_stream_choice.choose(sizes, count, tuning.stream)
+    if chosen is None:
+        return None
+    plan, us = chosen
+    if product.num_rows > MOST_ROWS_OF_CLUSTERS:
+        other_us = swap_ab_stream_choice.library_us(sizes, device.num_sms, tuning.library)
+    elif product.weight.out_features > MOST_FEATURES:
+        return plan
+    else:
+        other_us = swap_ab_choice.best_us(sizes, device.num_sms, _swap_ab_costs(product, tuning))
+    return plan if us <= other_us else None
+
+
+def _stream_ctas(product: Product, config: Config) -> int:
+    kernel = _cuda("swap_ab_stream")
+    kernel.build_all()
+    count: int = kernel.count_ctas(product.weight.device, kernel.Variant(*config))
+    return count
+
+
+def _stream(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
+    assert isinstance(x, Fp8Rows) and weight.scales is not None
+    kernel = _cuda("swap_ab_stream")
+    y: Tensor = kernel.swap_ab_stream(
+        x, weight.tensor, weight.scales, _bias(weight, x.dtype), gated, kernel.Plan(*config), weight.counters
     )
     return y
 
@@ -301,6 +354,7 @@ def _mixed_gemm(name: str, run: Run, gates: Callable[[Product], bool] = never) -
 KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "skinny_gemm": Kernel(_skinny, _skinny_refusal, _skinny_config, always),
     "swap_ab_gemm": Kernel(_swap_ab, _swap_ab_refusal, _swap_ab_config, always, _swap_ab_clusters),
+    "swap_ab_stream": Kernel(_stream, _stream_refusal, _stream_config, always, _stream_ctas),
     "library": Kernel(_library, _library_refusal),
     "onednn": Kernel(_onednn),
     "scaled_mm": Kernel(_scaled_by("triton"), _needs_gpu),

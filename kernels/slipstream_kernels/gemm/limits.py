@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from slipstream_kernels.gemm.cuda import swap_ab_stream_choice
 from slipstream_kernels.gemm.tuning import LIMITED_WRITE_OUTS, MOST_WRITTEN_OUT_BYTES, WRITTEN_OUT_BYTES
 
 
@@ -15,6 +16,11 @@ def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     if (major, minor) < (8, 9):
         return f"FP8 products need compute capability 8.9, this GPU has {major}.{minor}"
     return None if dtype == torch.bfloat16 else f"FP8 products give bfloat16 on a GPU, not {dtype}"
+
+
+def fp8_sums_bytes(num_sms: int) -> int:
+    """The most that partial sums of an FP8 product take, with one scale a weight row and the kernels in CUDA."""
+    return swap_ab_stream_choice.sums_bytes(num_sms)
 
 
 def written_out_bytes(weight: str, rows: str, num_experts: int, num_weights: int, dtype: torch.dtype) -> int:

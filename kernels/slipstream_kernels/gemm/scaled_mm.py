@@ -9,7 +9,7 @@ from slipstream_kernels.gemm.linear import linear
 from slipstream_kernels.gemm.linear_weight import fp8_weight
 from slipstream_kernels.select import load_module, require_shape, select
 
-COUNTER_ROWS = 32  # the narrowest tile of output features that the kernel uses
+COUNTER_ROWS = 16  # scaled_mm has tiles of 32 output features or more, swap_ab_stream four counters for 64
 
 
 def scaled_mm(

@@ -84,6 +84,39 @@ class SwapAbCosts:
 
 
 @dataclass(frozen=True)
+class StreamCosts:
+    """What the estimates of swap_ab_stream_choice reckon with, fitted to 148 times of one H200 (docs/measurements).
+
+    sm_bytes_per_us: operands into all SMs, by their number; fewer CTAs have more each, up to cta_bytes_per_us.
+    idle: of memory's time, for each part of the SMs without a CTA.  products_per_us: of one SM.  segment_us: of each
+    tile of a CTA, written at its end.  sum_bytes_per_us: of a CTA's partial sums, written and added.  uneven_us: where
+    runs end inside of tiles.
+    """
+
+    bytes_per_us: float = 4.57e6
+    sm_bytes_per_us: float = 64.2e3
+    cta_bytes_per_us: float = 78e3
+    products_per_us: float = 7e6
+    start_us: float = 3.1
+    segment_us: float = 2.1
+    sum_bytes_per_us: float = 18.8e3
+    uneven_us: float = 2.7
+    idle: float = 0.67
+
+
+@dataclass(frozen=True)
+class LibraryCosts:
+    """The same of cuBLASLt's row-wise FP8 products of 129 to 256 rows: within 10 % of the times of narrow weights.
+
+    Times of wide ones are up to 12 % longer than these say.
+    """
+
+    sm_bytes_per_us: float = 69.7e3
+    products_per_us: float = 7e6
+    start_us: float = 4.6
+
+
+@dataclass(frozen=True)
 class Tuning:
     """uses: the kernels of every format.  The rest orders the variants of one kernel.
 
@@ -93,6 +126,7 @@ class Tuning:
     mixed_gemm_w4a16: (most tokens of a tile, warpgroups_m, splits, least, most blocks) of up to so many rows, likewise;
     small_weights: of up to so many rows, weights of up to so many numbers are not multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
+    swap_ab_fp8: of more than 32 FP8 rows with one scale a weight row; swap_ab: of all others.
     """
 
     uses: Table
@@ -103,6 +137,9 @@ class Tuning:
     small_weights: Mapping[int, int]
     narrow_tile_costs: Mapping[str, float]
     swap_ab: SwapAbCosts
+    swap_ab_fp8: SwapAbCosts
+    stream: StreamCosts
+    library: LibraryCosts
 
 
 _ANY = Use("reference")
@@ -118,12 +155,20 @@ _USES_OF_H200: Table = {
     ("onednn", PLAIN_ROWS): (Use("onednn"),),
     ("fp8", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
     ("fp8", FP8_ROWS): (
+        # Declines where the estimate of what follows is less.
+        Use(
+            "swap_ab_stream",
+            by_kind={
+                **dict.fromkeys(("gated", "wide"), ((33, 128),)),
+                **dict.fromkeys(("long", "middle", "narrow"), ((33, 256),)),
+            },
+        ),
         swap_ab(
-            gated=((17, 64),),
-            wide=((17, 64),),
+            gated=((17, 128),),
+            wide=((17, 128),),
             long=((17, 128),),
-            middle=((17, 32), (65, 128)),
-            narrow=((65, 128),),
+            middle=((17, 128),),
+            narrow=((33, 128),),
         ),
         *_SCALED,
     ),
@@ -198,6 +243,17 @@ H200 = Tuning(
     small_weights={128: 0, MOST_ROWS: 1 << 24},
     narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},
     swap_ab=SwapAbCosts(),
+    swap_ab_fp8=SwapAbCosts(
+        bytes_per_us=5.1e6,
+        sm_bytes_per_us=93e3,
+        clocks_per_us=1.8e3,
+        start_us=2.3,
+        chunk_us=0.27,
+        sum_us=0.0,
+        sum_bytes_per_us=22.5e3,
+    ),
+    stream=StreamCosts(),
+    library=LibraryCosts(),
 )
 _CPU = (Use("cpu"), _ANY)
 _USES_OF_CPU: Table = {

@@ -1,0 +1,252 @@
+// The end of a segment: a whole tile's sums are scaled, biased, gated, transposed and written. Those of a part of a tile's
+// chunks go to a slot in global memory; CTAs that see all slots of a tile written add them, part by part, in the order of
+// the chunks, so that the result is the same in every run.
+//
+// Nobody depends on another CTA that may not run yet: whoever writes the last slot of a tile adds all parts that are left.
+// Others that have nothing more to do wait for that moment, but not for ever, and take parts, too.
+// Counters of a tile: slots written; parts taken; CTAs that will not look at these again, the last of whom zeroes
+// all three.
+#pragma once
+
+#include "mma/swap_ab_stream_multiply.cuh"
+#include "mma/warp_mma.cuh"
+#include "schedule/swap_ab_stream_shape.cuh"
+
+// Clocks that a CTA waits for others' sums, some 60 us; tests have other numbers.
+#ifndef SLIPSTREAM_MAX_WAIT_CLOCKS
+#define SLIPSTREAM_MAX_WAIT_CLOCKS 100000
+#endif
+
+namespace slipstream {
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// Orders what this thread and, before a barrier of the CTA, others wrote before what it writes next, for all of the GPU;
+// and what it read before what is read after such a barrier. Half the price of __threadfence.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+template <typename SHAPE>
+struct StreamEpilogue {
+  using T = __nv_bfloat16;
+  const SwapAbStreamParams& p;
+  const StreamMemory<SHAPE> memory;
+  const StreamWork work;
+  const int warpgroup;
+  float weight_scales[SHAPE::kTiles][2], biases[SHAPE::kTiles][2];
+
+  // Loads the scales of a tile's rows; they do not depend on the kernel before.
+  __device__ __forceinline__ void load_weight_scales(int work_tile) {
+    const int begin = work.begin_unit(p, work_tile);
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+      const int unit = min(begin + stream_unit<SHAPE>(tile, warpgroup), p.num_units - 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) weight_scales[tile][half] = __ldg(p.scale + weight_row(unit, half));
+    }
+  }
+
+  // By all consumers, after the kernel before has ended.
+  __device__ __forceinline__ void load_token_scales() const {
+    for (int token = threadIdx.x; token < SHAPE::kColumns; token += SHAPE::kConsumerThreads) {
+      const float scale = token < p.num_tokens ? p.x_scale[token] : 0.0f;
+      store_shared_4(memory.token_scales() + 4 * token, scale);
+    }
+    sync();
+  }
+
+  __device__ __forceinline__ void write(const StreamSegment& segment, StreamSums<SHAPE>& sums, bool is_last_of_run) {
+    const int begin = work.begin_unit(p, segment.tile), end = work.begin_unit(p, segment.tile + 1);
+    load_biases(begin);
+    const int num_chunks = static_cast<int>(work.runs.num_chunks), cta = blockIdx.x;
+    if (segment.begin_chunk == 0 && segment.end_chunk == num_chunks) return finish_all(begin, end, sums);
+    const int first_chunk = segment.tile * num_chunks;
+    const int first = work.runs.owner(first_chunk), last = work.runs.owner(first_chunk + num_chunks - 1);
+    int* counters = p.counters + segment.tile * 4;
+    if (last - first == 1 && is_other_written(counters)) {
+      add_other(first == cta ? last : first, first, sums);
+      if (threadIdx.x == 0) {
+        atomicExch(counters + 1, SHAPE::kParts);   // all are taken
+        fence_gpu();
+        atomicAdd(counters, 1);
+      }
+      finish_all(begin, end, sums);
+    } else {
+      store_slot(first == cta, sums);
+      if (all_are_written(counters, last - first + 1, is_last_of_run)) add_parts(begin, end, first, last, counters);
+    }
+    if (threadIdx.x == 0) leave(counters, last - first + 1);
+  }
+
+ private:
+  static __device__ __forceinline__ void sync() { sync_threads(1, SHAPE::kConsumerThreads); }
+
+  __device__ __forceinline__ int weight_row(int unit, int half) const {
+    const int row = threadIdx.x % 32 / 4;
+    if constexpr (SHAPE::kIsGated) return 8 * unit + row + half * 8 * p.num_units;
+    return 16 * unit + 8 * half + row;
+  }
+
+  static __device__ __forceinline__ void own_sums(const StreamSums<SHAPE>& sums, int tile, int group, float (&v)[4]) {
+    const float* from = &sums.of[tile * SHAPE::kHalves + group / SHAPE::kBlockGroups][group % SHAPE::kBlockGroups * 4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = from[i];
+  }
+
+  // A CTA has two slots: of a tile that it begins, and of one that it goes on with.
+  __device__ __forceinline__ float4* slot(int cta, bool begins) const {
+    const int index = cta * 2 + (begins ? 1 : 0);
+    return reinterpret_cast<float4*>(p.partial_sums + static_cast<int64_t>(index) * SHAPE::kSlotFloats);
+  }
+  static __device__ __forceinline__ int place(int tile, int group) {
+    return (tile * SHAPE::kGroups + group) * SHAPE::kConsumerThreads + threadIdx.x;
+  }
+
+  // Tells all consumers what the first of them knows.
+  __device__ __forceinline__ int broadcast(int value) const {
+    if (threadIdx.x == 0) asm volatile("st.shared.s32 [%0], %1;" ::"r"(memory.word()), "r"(value) : "memory");
+    sync();
+    int told;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(told) : "r"(memory.word()) : "memory");
+    sync();   // before it is overwritten
+    return told;
+  }
+
+  __device__ __forceinline__ bool is_other_written(const int* counters) const {
+    return broadcast(threadIdx.x == 0 ? load_acquire(counters) : 0) == 1;
+  }
+
+  // Two CTAs share a tile, and the other one has been here: own sums stay in registers.
+  __device__ __forceinline__ void add_other(int other, int first, StreamSums<SHAPE>& sums) const {
+    const float4* from = slot(other, other == first);
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+#pragma unroll
+      for (int group = 0; group < SHAPE::kGroups; ++group) {
+        const float4 partial = __ldcg(from + place(tile, group));
+        float* to = &sums.of[tile * SHAPE::kHalves + group / SHAPE::kBlockGroups][group % SHAPE::kBlockGroups * 4];
+        to[0] += partial.x, to[1] += partial.y, to[2] += partial.z, to[3] += partial.w;
+        if (group % 8 == 7) __syncwarp();   // all loads at once would spill registers
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_all(int begin, int end, const StreamSums<SHAPE>& sums) const {
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+#pragma unroll
+      for (int group = 0; group < SHAPE::kGroups; ++group) {
+        float v[4];
+        own_sums(sums, tile, group, v);
+        finish(begin, end, tile, group, v);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_biases(int begin) {
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+      const int unit = min(begin + stream_unit<SHAPE>(tile, warpgroup), p.num_units - 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        biases[tile][half] = p.bias == nullptr ? 0.0f : to_float(static_cast<const T*>(p.bias)[weight_row(unit, half)]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_slot(bool begins, const StreamSums<SHAPE>& sums) const {
+    float4* to = slot(blockIdx.x, begins);
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+#pragma unroll
+      for (int group = 0; group < SHAPE::kGroups; ++group) {
+        float v[4];
+        own_sums(sums, tile, group, v);
+        __stcg(to + place(tile, group), make_float4(v[0], v[1], v[2], v[3]));
+      }
+    }
+    sync();
+  }
+
+  // Counts this CTA's slot. Whether all are written, for which it waits if it may.
+  __device__ __forceinline__ bool all_are_written(int* counters, int count, bool may_wait) const {
+    int written = 0;
+    if (threadIdx.x == 0) {
+      fence_gpu();
+      written = atomicAdd(counters, 1) + 1;
+      const int64_t start = clock64();
+      while (may_wait && written < count && clock64() - start < SLIPSTREAM_MAX_WAIT_CLOCKS) written = load_acquire(counters);
+      fence_gpu();
+    }
+    return broadcast(written) == count;
+  }
+
+  __device__ __forceinline__ void add_parts(int begin, int end, int first, int last, int* counters) const {
+#pragma unroll 1
+    while (true) {
+      const int part = broadcast(threadIdx.x == 0 ? atomicAdd(counters + 1, 1) : 0);
+      if (part >= SHAPE::kParts) return;
+      add_part(begin, end, first, last, part);
+    }
+  }
+
+  __device__ __forceinline__ void add_part(int begin, int end, int first, int last, int part) const {
+    float v[SHAPE::kTiles][SHAPE::kPartGroups][4] = {};
+#pragma unroll 2
+    for (int cta = first; cta <= last; ++cta) {
+      const float4* from = slot(cta, cta == first);
+#pragma unroll
+      for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < SHAPE::kPartGroups; ++i) {
+          const float4 partial = __ldcg(from + place(tile, part * SHAPE::kPartGroups + i));
+          float(&sum)[4] = v[tile][i];
+          sum[0] += partial.x, sum[1] += partial.y, sum[2] += partial.z, sum[3] += partial.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < SHAPE::kPartGroups; ++i) finish(begin, end, tile, part * SHAPE::kPartGroups + i, v[tile][i]);
+    }
+  }
+
+  static __device__ __forceinline__ void leave(int* counters, int count) {
+    if (atomicAdd(counters + 2, 1) != count - 1) return;
+    counters[0] = counters[1] = counters[2] = 0;
+    fence_gpu();
+  }
+
+  // 16 weight rows (a warp's unit) of 8 tokens.
+  __device__ __forceinline__ void finish(int begin, int end, int tile, int group, float (&v)[4]) const {
+    const int unit = begin + stream_unit<SHAPE>(tile, warpgroup);
+    if (unit >= end || 8 * group >= p.num_tokens) return;
+    float token_scales[2];
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(token_scales[0]), "=f"(token_scales[1])
+                 : "r"(memory.token_scales() + 4 * (8 * group + threadIdx.x % 4 * 2)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = v[i] * (token_scales[i % 2] * weight_scales[tile][i / 2]) + biases[tile][i / 2];
+    }
+    const int token = 8 * group + threadIdx.x % 32 / 4;
+    T* out = static_cast<T*>(p.out) + token * p.out_row_stride + threadIdx.x % 4 * 2;
+    if constexpr (SHAPE::kIsGated) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
+      const uint32_t pair = transpose_8x8(pack<T>(v[0], v[1]));
+      if (token < p.num_tokens) *reinterpret_cast<uint32_t*>(out + 8 * unit) = pair;
+    } else {
+      const uint32_t low = transpose_8x8(pack<T>(v[0], v[1]));
+      const uint32_t high = transpose_8x8(pack<T>(v[2], v[3]));
+      if (token >= p.num_tokens) return;
+      *reinterpret_cast<uint32_t*>(out + 16 * unit) = low;
+      *reinterpret_cast<uint32_t*>(out + 16 * unit + 8) = high;
+    }
+  }
+};
+
+}  // namespace slipstream

@@ -1,0 +1,132 @@
+// Sizes of one variant of the streaming swap-AB GEMM, the work of a CTA, and where things lie in shared memory.
+//
+// A unit is 16 weight rows: neighbours, or 8 rows of gate and the same 8 of up. A tile is a run of units that a CTA
+// multiplies at once. The work is the list of all chunks (128 columns) of all tiles, tile by tile; every CTA has an equal
+// run of it, so a run may begin and end inside of tiles. A segment is what a run has of one tile.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "params/swap_ab_stream_params.h"
+#include "ptx/cluster.cuh"
+#include "ptx/hopper_copy.cuh"
+#include "schedule/stream_runs.cuh"
+
+namespace slipstream {
+
+// WARPGROUPS: of consumers. One: the CTA takes half of an SM, so that the next kernel's CTA, which fills its ring before
+// this one has ended, runs beside it. TILES: of 64 weight rows for each warpgroup.
+template <int COLUMNS, int WARPGROUPS, int TILES, bool IS_GATED>
+struct StreamShape {
+  static constexpr bool kIsGated = IS_GATED;
+  static constexpr int kColumns = COLUMNS, kWarpgroups = WARPGROUPS, kTiles = TILES;
+  static constexpr int kConsumerThreads = 128 * WARPGROUPS, kThreads = 128 + kConsumerThreads;
+  static constexpr int kCtasPerSm = WARPGROUPS == 1 ? 2 : 1;
+  // Of 65,536 of an SM: 2 (224 + 32) 128, or (2 232 + 40) 128.
+  static constexpr int kProducerRegisters = WARPGROUPS == 1 ? 32 : 40, kConsumerRegisters = WARPGROUPS == 1 ? 224 : 232;
+  static constexpr int kUnits = 4 * TILES * WARPGROUPS;   // of a CTA, at most
+  static constexpr int kSteps = 4;                        // products of 32 columns
+  // A tile of sums consists of blocks as wide as one instruction. Products that add to the same sums wait for each other,
+  // some 80 clocks for any size: small blocks take turns, those of a turn (kInterleaved) at once.
+  static constexpr int kBlockColumns = COLUMNS < 128 ? COLUMNS : 128, kHalves = COLUMNS / kBlockColumns;
+  static constexpr int kBlockSums = kBlockColumns / 2, kBlockGroups = kBlockColumns / 8, kGroups = COLUMNS / 8;
+  static constexpr int kBlocks = TILES * kHalves, kInterleaved = COLUMNS < 128 ? kBlocks : 1;
+  static constexpr int kTurns = kBlocks / kInterleaved;
+  // Parts of a split tile, which its CTAs add one after the other.
+  static constexpr int kParts = kUnits >= 16 ? 8 : 4, kPartGroups = kGroups / kParts;
+  static_assert(kParts * kPartGroups == kGroups);
+  static constexpr int kSlotFloats = TILES * kGroups * kConsumerThreads * 4;
+
+  static constexpr int kUnitBytes = 16 * 128, kTokenBytes = COLUMNS * 128;
+  static constexpr int kMaxStages = 16;
+  static constexpr int kWordOffset = 2 * 8 * kMaxStages, kScaleOffset = kWordOffset + 16;
+  static constexpr int kRingOffset = (kScaleOffset + 4 * COLUMNS + 1023) / 1024 * 1024;
+  static constexpr int kTotalBytes = (WARPGROUPS == 1 ? 112 : 224) * 1024;
+  static constexpr int kRingBytes = kTotalBytes - 1024 - kRingOffset;
+
+  static __host__ __device__ constexpr int stage_bytes(int units) { return units * kUnitBytes + kTokenBytes; }
+  // Bytes that products of the units beyond those loaded read beyond the last stage.
+  static __host__ __device__ constexpr int overrun_bytes(int units) {
+    const int beyond = (kUnits - units) * kUnitBytes - kTokenBytes;
+    return beyond > 0 ? beyond : 0;
+  }
+  static __host__ __device__ constexpr int stages(int units) {
+    const int stages = (kRingBytes - overrun_bytes(units)) / stage_bytes(units);
+    return stages < kMaxStages ? stages : kMaxStages;
+  }
+  static_assert(stages(kUnits) >= 2);   // with fewer nothing would overlap
+};
+
+struct StreamMaps {
+  CUtensorMap weights;   // a box: all units of a tile
+  CUtensorMap tokens;
+};
+
+// Units that are loaded of each tile: of the largest.
+__host__ __device__ __forceinline__ int stream_tile_units(const SwapAbStreamParams& p) {
+  return (p.num_units + p.num_tiles - 1) / p.num_tiles;
+}
+
+// The work of this CTA.
+struct StreamWork {
+  StreamRuns runs;
+  int begin, end;
+
+  __device__ __forceinline__ explicit StreamWork(const SwapAbStreamParams& p)
+      : runs{static_cast<uint32_t>(p.num_tiles), static_cast<uint32_t>((p.in_features + 127) / 128), gridDim.x},
+        begin(runs.begin(blockIdx.x)), end(runs.begin(blockIdx.x + 1)) {}
+
+  static __device__ __forceinline__ int begin_unit(const SwapAbStreamParams& p, uint32_t tile) {
+    return static_cast<int>(static_cast<uint32_t>(p.num_units) * tile / p.num_tiles);
+  }
+};
+
+// The unit of a tile that this warp has in its `tile` of 64 rows.
+template <typename SHAPE>
+__device__ __forceinline__ int stream_unit(int tile, int warpgroup) {
+  return (tile * SHAPE::kWarpgroups + warpgroup) * 4 + threadIdx.x % 128 / 32;
+}
+
+// Barriers, and who arrives and who waits:
+// full: the thread of weights and that of tokens arrive, each announcing its bytes; copies complete them. Consumers wait.
+// empty: a lane of each consumer warp arrives; both producer threads wait.
+template <typename SHAPE>
+struct StreamMemory {
+  uint32_t base;
+  int token_offset, stage_bytes, num_stages;
+
+  __device__ __forceinline__ StreamMemory(uint32_t start, int units)
+      : base((start + 1023) & ~1023u), token_offset(units * SHAPE::kUnitBytes),
+        stage_bytes(SHAPE::stage_bytes(units)), num_stages(SHAPE::stages(units)) {}
+
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(SHAPE::kMaxStages + stage); }
+  __device__ __forceinline__ uint32_t word() const { return base + SHAPE::kWordOffset; }
+  __device__ __forceinline__ uint32_t token_scales() const { return base + SHAPE::kScaleOffset; }
+  __device__ __forceinline__ uint32_t weights(int stage) const {
+    return base + SHAPE::kRingOffset + stage * stage_bytes;
+  }
+  __device__ __forceinline__ uint32_t tokens(int stage) const { return weights(stage) + token_offset; }
+
+  // By one thread.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < num_stages; ++stage) {
+      init_barrier(full(stage), 2);
+      init_barrier(empty(stage), SHAPE::kConsumerThreads / 32);
+    }
+    publish_barriers();
+  }
+};
+
+// A position in a ring of num_stages buffers, and the parity of its current round.
+struct StreamState {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int num_stages) {
+    if (++stage == num_stages) stage = 0, parity ^= 1;
+  }
+};
+
+}  // namespace slipstream

@@ -1,0 +1,126 @@
+"""The product of 33 to 256 FP8 rows in evenly shared chunks, in CUDA: arguments and launch.  Hopper only.
+
+Contract: ops.swap_ab_gemm of e4m3 with one scale a weight row, results in bf16.  No device value is read on the host:
+CUDA-graph safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import addresses, fields, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import (
+    COLUMNS,
+    TILE_COUNTERS,
+    UNIT_ROWS,
+    Plan,
+    Variant,
+)
+
+SOURCE = "sm90_swap_ab_stream.cu"
+ALIGNMENT = 16  # bytes: of rows, and input features of a weight
+
+POINTERS = ("x", "weight", "x_scale", "scale", "bias", "out", "partial_sums", "counters")
+STRIDES = ("x_row_stride", "out_row_stride")
+COUNTS = (
+    "num_tokens", "num_units", "in_features", "is_dependent", "warpgroups", "is_gated", "num_tiles", "num_ctas",
+)  # fmt: skip
+
+
+class SwapAbStreamParams(ctypes.Structure):
+    """csrc/params/swap_ab_stream_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, STRIDES, COUNTS)
+
+
+@lru_cache
+def product_refusal(device: torch.device, output: torch.dtype, out_features: int, in_features: int) -> str | None:
+    """Why this kernel cannot multiply e4m3 rows by a weight of this shape to results of `output`; None if it can."""
+    if (reason := device_refusal(device, "weight is")) is not None:
+        return reason
+    if output != torch.bfloat16:
+        return f"results are {output}, not bfloat16"
+    if out_features % UNIT_ROWS or in_features % ALIGNMENT:
+        return f"out_features {out_features} or in_features {in_features} is not a multiple of {UNIT_ROWS}"
+    return missing(SOURCE, defines(COLUMNS[0]))
+
+
+@lru_cache
+def build_all() -> None:
+    """All libraries, side by side."""
+    with ThreadPoolExecutor(len(COLUMNS)) as pool:
+        for _ in pool.map(lambda columns: load(SOURCE, defines(columns)), COLUMNS):
+            pass
+
+
+@lru_cache(maxsize=64)
+def count_ctas(device: torch.device, variant: Variant) -> int:
+    """How many CTAs of the variant run at once on the device, at most one an SM."""
+    library = load(SOURCE, defines(variant.columns))
+    params = SwapAbStreamParams(warpgroups=variant.warpgroups)
+    with torch.cuda.device(device):
+        return int(library.slipstream_count_ctas(ctypes.byref(params)))
+
+
+def swap_ab_stream(
+    x: Fp8Rows,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    plan: Plan,
+    counters: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ops.swap_ab_gemm.  One launch.
+
+    plan: of swap_ab_stream_choice.  counters: int32 zeros, four for each tile of a plan that splits tiles, which no
+    other stream uses at the time; each call leaves them zero.  None: made here.
+    """
+    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((x.num_tokens, out_features), dtype=x.dtype, device=weight.device)
+    if not x.num_tokens:
+        return out
+    partial_sums = None
+    if plan.is_split:
+        # Of the caching allocator: each stream, and each pool of graphs, has its own.
+        partial_sums = torch.empty(2 * plan.num_ctas * plan.slot_floats, device=weight.device)
+        if counters is None:
+            counters = torch.zeros(TILE_COUNTERS * plan.num_tiles, dtype=torch.int32, device=weight.device)
+        if counters.numel() < TILE_COUNTERS * plan.num_tiles:
+            raise ValueError(
+                f"counters: {counters.numel()}, expected {TILE_COUNTERS} for each of {plan.num_tiles} tiles"
+            )
+    operands = {"x": x.values, "weight": weight, "x_scale": x.scales, "scale": scales, "bias": bias, "out": out}
+    params = SwapAbStreamParams(
+        **addresses({**operands, "partial_sums": partial_sums, "counters": counters}),
+        x_row_stride=x.values.stride(0),
+        out_row_stride=out.stride(0),
+        num_tokens=x.num_tokens,
+        num_units=weight.shape[0] // UNIT_ROWS,
+        in_features=weight.shape[1],
+        is_dependent=launches_dependently(weight.device),
+        warpgroups=plan.warpgroups,
+        is_gated=gated,
+        num_tiles=plan.num_tiles,
+        num_ctas=plan.num_ctas,
+    )
+    launch("swap_ab_stream", load(SOURCE, defines(plan.columns)), params, weight.device)
+    return out
+
+
+def defines(columns: int) -> tuple[str, ...]:
+    """The macros that choose a library."""
+    return (f"SLIPSTREAM_COLUMNS={columns}",)
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All libraries, for building ahead of time."""
+    return [defines(columns) for columns in COLUMNS]
