@@ -99,7 +99,7 @@ def product(kind: WeightKind, num_rows: int, rows: str = PLAIN_ROWS, gated: bool
         (("plain", BF16), 4, PLAIN_ROWS, False, "skinny_gemm", "library"),
         (("plain", BF16), 40, PLAIN_ROWS, True, "swap_ab_gemm", "library"),
         (("fp8", E4M3), 20, FP8_ROWS, True, "swap_ab_gemm", "scaled_mm"),
-        (("fp8", E4M3), 40, FP8_ROWS, True, "swap_ab_stream", "scaled_mm"),
+        (("fp8", E4M3), 100, FP8_ROWS, False, "swap_ab_stream", "library"),
         (("fp8_block", E4M3), 40, FP8_ROWS, True, "swap_ab_gemm", "scaled_mm"),
         (("int8", torch.int8), 4, PLAIN_ROWS, False, "skinny_gemm", "int8_mm"),
         (("w8a16", torch.int32), 100, PLAIN_ROWS, False, "mixed_gemm", "int8_dequantise+library"),
@@ -114,7 +114,8 @@ def test_dense_products_fall_back_by_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """fails_early: as the variant is chosen, which counts clusters on the GPU."""
-    weight = WeightKind(kind[0], 4096, 4096, kind[1], CPU, 128, rows)
+    out_features, in_features = 20480 if gated else 4096, 8192 if first == "swap_ab_stream" else 4096
+    weight = WeightKind(kind[0], out_features, in_features, kind[1], CPU, 128, rows)
     use(monkeypatch, dense, linear, fake_kernels(dict(dense.KERNELS), ()))
     assert product(weight, num_rows, rows, gated) == first
     failing = fake_kernels(dict(dense.KERNELS), IN_CUDA, IN_CUDA if fails_early else ())

@@ -159,10 +159,10 @@ def test_is_chosen_where_it_was_measured_to_be_faster() -> None:
         product = Product(kind, num_tokens, rows, torch.bfloat16, gated)
         return choose(product, Hopper(132)).kernel == "swap_ab_gemm"
 
-    assert is_chosen(64, 28672, 8192, "plain", gated=True) and not is_chosen(256, 28672, 8192, "plain", gated=True)
+    assert is_chosen(48, 28672, 8192, "plain", gated=True) and not is_chosen(96, 28672, 8192, "plain", gated=True)
     assert not is_chosen(64, 4096, 8192, "plain") and not is_chosen(64, 128256, 8192, "plain")
     assert is_chosen(128, 4096, 4096, "fp8") and not is_chosen(128, 4096, 4096, "fp8_block")
-    for weights, columns in (("plain", [32, 64, 128]), ("fp8", [32, 64, 128]), ("fp8_block", [32, 64])):
+    for weights, columns in (("plain", [32, 64]), ("fp8", [32, 64, 128]), ("fp8_block", [32, 64])):
         assert swap_ab_choice.columns_of(ranges_of("NVIDIA H200", weights, "swap_ab_gemm")) == columns
     weight = ops.plain_weight(torch.zeros(32, 128)).kind
     assert variant_of(Product(weight, 64, PLAIN_ROWS, torch.float32)).kernel == "library"

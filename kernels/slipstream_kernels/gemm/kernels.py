@@ -20,7 +20,7 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda import swap_ab_choice, swap_ab_stream_choice
 from slipstream_kernels.gemm.int4_checks import group_refusal, write_out_refusal
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
-from slipstream_kernels.gemm.tuning import MOST_FEATURES, SwapAbCosts, Tuning, ranges_of, tuning_of
+from slipstream_kernels.gemm.tuning import ranges_of, tuning_of
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, never
 from slipstream_kernels.select import load_module, select
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Rows = Tensor | Fp8Rows | Int8Rows
 Run = Callable[[Rows, "LinearWeight", Config, bool], Tensor]  # of rows, weight, template arguments, whether gated
 LIBRARY_ALIGNMENT = 16  # features of an e4m3 weight that cuBLAS takes are multiples of it
-MOST_ROWS_OF_CLUSTERS = 128  # FP8 rows that tuning.py gives swap_ab_gemm; more go to the library
 BOTH_HALVES = 32  # output features of a gated product in tiles of 16 are multiples of it
 
 
@@ -112,14 +111,11 @@ def _sizes(product: Product) -> swap_ab_choice.Product:
     return swap_ab_choice.Product(product.num_rows, weight.out_features, row_bytes, product.gated)
 
 
-def _swap_ab_costs(product: Product, tuning: Tuning) -> SwapAbCosts:
-    return tuning.swap_ab_fp8 if product.weight.format == "fp8" and product.num_rows > 32 else tuning.swap_ab
-
-
 def _swap_ab_config(product: Product, device: Device[Product]) -> Config:
-    costs = _swap_ab_costs(product, tuning_of(device.name))
+    tuning = tuning_of(device.name)
+    has_own = product.weight.format == "fp8" and product.num_rows > 32
     count = partial(device.count_clusters, "swap_ab_gemm", product)
-    return swap_ab_choice.choose(_sizes(product), count, costs)
+    return swap_ab_choice.choose(_sizes(product), count, tuning.swap_ab_fp8 if has_own else tuning.swap_ab)
 
 
 def _swap_ab_clusters(product: Product, config: Config) -> int:
@@ -152,34 +148,24 @@ def _stream_refusal(product: Product) -> str | None:
 
 
 def _stream_config(product: Product, device: Device[Product]) -> Config | None:
-    """None: what follows in the table is faster by its estimate."""
-    tuning, sizes = tuning_of(device.name), _sizes(product)
-    count = partial(device.count_clusters, "swap_ab_stream", product)
-    chosen = swap_ab_stream_choice.choose(sizes, count, tuning.stream)
-    if chosen is None:
-        return None
-    plan, us = chosen
-    if product.num_rows > MOST_ROWS_OF_CLUSTERS:
-        other_us = swap_ab_stream_choice.library_us(sizes, device.num_sms, tuning.library)
-    elif product.weight.out_features > MOST_FEATURES:
-        return plan
-    else:
-        other_us = swap_ab_choice.best_us(sizes, device.num_sms, _swap_ab_costs(product, tuning))
-    return plan if us <= other_us else None
+    sizes, tuning = _sizes(product), tuning_of(device.name)
+    columns = swap_ab_stream_choice.columns_for(product.num_rows)
+    most_ctas = device.count_clusters("swap_ab_stream", product, (columns,))
+    return swap_ab_stream_choice.choose(sizes, most_ctas, tuning.stream)
 
 
 def _stream_ctas(product: Product, config: Config) -> int:
     kernel = _cuda("swap_ab_stream")
     kernel.build_all()
-    count: int = kernel.count_ctas(product.weight.device, kernel.Variant(*config))
+    count: int = kernel.count_ctas(product.weight.device, *config)
     return count
 
 
 def _stream(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    assert isinstance(x, Fp8Rows) and weight.scales is not None
+    assert isinstance(x, Fp8Rows) and weight.scales is not None and not gated
     kernel = _cuda("swap_ab_stream")
     y: Tensor = kernel.swap_ab_stream(
-        x, weight.tensor, weight.scales, _bias(weight, x.dtype), gated, kernel.Plan(*config), weight.counters
+        x, weight.tensor, weight.scales, _bias(weight, x.dtype), kernel.Plan(*config), weight.counters
     )
     return y
 
@@ -354,7 +340,7 @@ def _mixed_gemm(name: str, run: Run, gates: Callable[[Product], bool] = never) -
 KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "skinny_gemm": Kernel(_skinny, _skinny_refusal, _skinny_config, always),
     "swap_ab_gemm": Kernel(_swap_ab, _swap_ab_refusal, _swap_ab_config, always, _swap_ab_clusters),
-    "swap_ab_stream": Kernel(_stream, _stream_refusal, _stream_config, always, _stream_ctas),
+    "swap_ab_stream": Kernel(_stream, _stream_refusal, _stream_config, never, _stream_ctas),
     "library": Kernel(_library, _library_refusal),
     "onednn": Kernel(_onednn),
     "scaled_mm": Kernel(_scaled_by("triton"), _needs_gpu),

@@ -17,50 +17,48 @@ Ranges = tuple[tuple[int, int], ...]  # of numbers of rows: first, last
 
 
 @dataclass(frozen=True)
-class Use:
-    """A kernel, and the numbers of rows that it is the fastest for.
+class Case:
+    """Sizes of products, and the numbers of rows that a kernel is the fastest for among these.
 
-    ranges: of all products, or by_kind: of each kind (kind_of); max_features: more output features are not covered.
+    out_features, row_bytes: of a weight and one of its rows, from the first number to the last.  gated: None: either.
+    ratio: input features over output features, at least.
     """
 
-    kernel: str
     ranges: Ranges = ((0, MOST_ROWS),)
-    by_kind: Mapping[str, Ranges] | None = None
-    max_features: int = MOST_ROWS
+    out_features: tuple[int, int] = (0, MOST_ROWS)
+    row_bytes: tuple[int, int] = (0, MOST_ROWS)
+    gated: bool | None = None
+    ratio: float = 0.0
+
+    def holds(self, product: Product) -> bool:
+        weight = product.weight
+        row_bytes = weight.in_features * weight.dtype.itemsize
+        return (
+            any(first <= product.num_rows <= last for first, last in self.ranges)
+            and self.out_features[0] <= weight.out_features <= self.out_features[1]
+            and self.row_bytes[0] <= row_bytes <= self.row_bytes[1]
+            and self.gated in (None, product.gated)
+            and weight.in_features >= self.ratio * weight.out_features
+        )
+
+
+@dataclass(frozen=True)
+class Use:
+    """A kernel, and the products that it is the fastest for."""
+
+    kernel: str
+    cases: tuple[Case, ...] = (Case(),)
 
     def covers(self, product: Product) -> bool:
-        if product.weight.out_features > self.max_features:
-            return False
-        ranges = self.ranges if self.by_kind is None else self.by_kind.get(kind_of(product), ())
-        return any(first <= product.num_rows <= last for first, last in ranges)
-
-
-MIDDLE_FEATURES, WIDE_FEATURES, MOST_FEATURES = 6144, 12288, 32768  # output features
-LONG_BYTES = 8192  # of a weight row
-
-
-def kind_of(product: Product) -> str:
-    """What decides how the work of a 16-bit or e4m3 weight is cut into tiles."""
-    weight = product.weight
-    if product.gated:
-        return "gated"
-    if weight.out_features >= WIDE_FEATURES:
-        return "wide"
-    if weight.in_features * weight.dtype.itemsize >= LONG_BYTES:
-        return "long"
-    return "middle" if weight.out_features >= MIDDLE_FEATURES else "narrow"
+        return any(case.holds(product) for case in self.cases)
 
 
 def up_to(kernel: str, most: int) -> Use:
-    return Use(kernel, ((0, most),))
+    return Use(kernel, (Case(((0, most),)),))
 
 
 def at_least(kernel: str, least: int) -> Use:
-    return Use(kernel, ((least, MOST_ROWS),))
-
-
-def swap_ab(**by_kind: Ranges) -> Use:
-    return Use("swap_ab_gemm", by_kind=by_kind, max_features=MOST_FEATURES)
+    return Use(kernel, (Case(((least, MOST_ROWS),)),))
 
 
 Table = Mapping[tuple[str, str], tuple[Use, ...]]  # by format of the weight and form of the rows
@@ -105,18 +103,6 @@ class StreamCosts:
 
 
 @dataclass(frozen=True)
-class LibraryCosts:
-    """The same of cuBLASLt's row-wise FP8 products of 129 to 256 rows: within 10 % of the times of narrow weights.
-
-    Times of wide ones are up to 12 % longer than these say.
-    """
-
-    sm_bytes_per_us: float = 69.7e3
-    products_per_us: float = 7e6
-    start_us: float = 4.6
-
-
-@dataclass(frozen=True)
 class Tuning:
     """uses: the kernels of every format.  The rest orders the variants of one kernel.
 
@@ -139,41 +125,54 @@ class Tuning:
     swap_ab: SwapAbCosts
     swap_ab_fp8: SwapAbCosts
     stream: StreamCosts
-    library: LibraryCosts
 
 
 _ANY = Use("reference")
 _SCALED = (at_least("library", 65), Use("scaled_mm"), _ANY)
 _INT4 = (Use("int4_mm"), _ANY)
 
-_USES_OF_H200: Table = {
-    ("plain", PLAIN_ROWS): (
-        up_to("skinny_gemm", 16),
-        swap_ab(gated=((17, 128),), wide=((17, 64),)),
-        Use("library"),
+# What an H200's SMs multiply at once, 256 output features each, and what fills more than two thirds of a second round.
+_ONE_ROUND, _MOST_OF_TWO = 33792, 47309
+_SWAP_AB_OF_PLAIN = Use(
+    "swap_ab_gemm",
+    (
+        Case(((17, 32),), (16385, MOST_ROWS), gated=True),
+        Case(((33, 48),), (16385, _ONE_ROUND), (8192, MOST_ROWS), gated=True),
+        Case(((49, 64),), (16385, _ONE_ROUND), (10240, MOST_ROWS), gated=True),
+        Case(((33, 64),), (_MOST_OF_TWO, MOST_ROWS), (10240, MOST_ROWS), gated=True),
+        Case(((17, 32),), (12288, 16384), (8192, 10240), gated=False),
+        Case(((17, 32),), (16385, MOST_ROWS), gated=False),
     ),
+)
+_SWAP_AB_OF_FP8 = Use(
+    "swap_ab_gemm",
+    (
+        Case(((17, 112),), (16385, _ONE_ROUND), gated=True),
+        Case(((17, 64),), (_ONE_ROUND + 1, _MOST_OF_TWO - 1), gated=True),
+        Case(((17, 112),), (_MOST_OF_TWO, MOST_ROWS), gated=True),
+        Case(((17, 32), (65, 128)), (0, 8192), (8192, MOST_ROWS), gated=False),
+        Case(((17, 32),), (8193, 12287), (8192, MOST_ROWS), gated=False),
+        Case(((17, 32), (65, 128)), (0, 12287), (2048, 8191), gated=False),
+        Case(((33, 64),), (0, 3840), (2048, 8191), gated=False),  # clusters of four run at once, of 128 each
+        Case(((17, 32),), (12288, 16384), (4096, 8191), gated=False),
+        Case(((17, 128),), (16385, _ONE_ROUND), gated=False),
+    ),
+)
+_STREAM_OF_FP8 = Use(
+    "swap_ab_stream",
+    (
+        Case(((65, 128),), (0, 8192), (8192, MOST_ROWS), gated=False, ratio=1.5),
+        Case(((129, 256),), (0, 4224), (8192, MOST_ROWS), gated=False, ratio=2.5),
+        Case(((65, 128),), (12288, 16384), (4096, 8191), gated=False),
+    ),
+)
+_USES_OF_H200: Table = {
+    ("plain", PLAIN_ROWS): (up_to("skinny_gemm", 16), _SWAP_AB_OF_PLAIN, Use("library")),
     ("onednn", PLAIN_ROWS): (Use("onednn"),),
     ("fp8", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
-    ("fp8", FP8_ROWS): (
-        # Declines where the estimate of what follows is less.
-        Use(
-            "swap_ab_stream",
-            by_kind={
-                **dict.fromkeys(("gated", "wide"), ((33, 128),)),
-                **dict.fromkeys(("long", "middle", "narrow"), ((33, 256),)),
-            },
-        ),
-        swap_ab(
-            gated=((17, 128),),
-            wide=((17, 128),),
-            long=((17, 128),),
-            middle=((17, 128),),
-            narrow=((33, 128),),
-        ),
-        *_SCALED,
-    ),
+    ("fp8", FP8_ROWS): (_STREAM_OF_FP8, _SWAP_AB_OF_FP8, *_SCALED),
     ("fp8_block", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
-    ("fp8_block", FP8_ROWS): (swap_ab(gated=((17, 64),)), *_SCALED),
+    ("fp8_block", FP8_ROWS): (Use("swap_ab_gemm", (Case(((17, 64),), (0, 32768), gated=True),)), *_SCALED),
     ("int8", PLAIN_ROWS): (up_to("skinny_gemm", 16), Use("int8_mm"), _ANY),
     ("int8", INT8_ROWS): (at_least("int8_gemm", 65), Use("int8_mm"), _ANY),
     ("w8a16", PLAIN_ROWS): (
@@ -184,7 +183,7 @@ _USES_OF_H200: Table = {
     # 8 rows on an H100: 24 us and 81 of int4_mm for 4096 x 4096, 106 and 354 for 4096 x 14336, 198 and 118 for 28672 x
     # 4096; 48 rows of that 199 and 168
     ("int4", PLAIN_ROWS): (
-        Use("int4_canonical_dequantise+library", max_features=WIDE_FEATURES),
+        Use("int4_canonical_dequantise+library", (Case(out_features=(0, 12288)),)),
         at_least("int4_canonical_dequantise+library", 49),
         *_INT4,
     ),
@@ -253,7 +252,6 @@ H200 = Tuning(
         sum_bytes_per_us=22.5e3,
     ),
     stream=StreamCosts(),
-    library=LibraryCosts(),
 )
 _CPU = (Use("cpu"), _ANY)
 _USES_OF_CPU: Table = {
@@ -285,8 +283,7 @@ def tuning_of(gpu: str) -> Tuning:
 def ranges_of(gpu: str, weight_format: str, kernel: str) -> list[tuple[int, int]]:
     """All numbers of rows (first, last) that the kernel is used for with weights of the format."""
     uses = [use for (name, _), all_uses in tuning_of(gpu).uses.items() if name == weight_format for use in all_uses]
-    wanted = [use for use in uses if use.kernel == kernel]
-    return [rows for use in wanted for ranges in (use.by_kind or {"": use.ranges}).values() for rows in ranges]
+    return [rows for use in uses if use.kernel == kernel for case in use.cases for rows in case.ranges]
 
 
 # Bytes for each weight that kernels of many rows write out first, by its values, the form of the rows, and whether it

@@ -1,4 +1,4 @@
-// The end of a segment: a whole tile's sums are scaled, biased, gated, transposed and written. Those of a part of a tile's
+// The end of a segment: a whole tile's sums are scaled, biased, transposed and written. Those of a part of a tile's
 // chunks go to a slot in global memory; CTAs that see all slots of a tile written add them, part by part, in the order of
 // the chunks, so that the result is the same in every run.
 //
@@ -36,17 +36,13 @@ struct StreamEpilogue {
   const StreamMemory<SHAPE> memory;
   const StreamWork work;
   const int warpgroup;
-  float weight_scales[SHAPE::kTiles][2], biases[SHAPE::kTiles][2];
+  float weight_scales[2], biases[2];
 
   // Loads the scales of a tile's rows; they do not depend on the kernel before.
-  __device__ __forceinline__ void load_weight_scales(int work_tile) {
-    const int begin = work.begin_unit(p, work_tile);
+  __device__ __forceinline__ void load_weight_scales(int tile) {
+    const int unit = min(work.begin_unit(p, tile) + stream_unit(warpgroup), p.num_units - 1);
 #pragma unroll
-    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-      const int unit = min(begin + stream_unit<SHAPE>(tile, warpgroup), p.num_units - 1);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) weight_scales[tile][half] = __ldg(p.scale + weight_row(unit, half));
-    }
+    for (int half = 0; half < 2; ++half) weight_scales[half] = __ldg(p.scale + weight_row(unit, half));
   }
 
   // By all consumers, after the kernel before has ended.
@@ -84,14 +80,12 @@ struct StreamEpilogue {
  private:
   static __device__ __forceinline__ void sync() { sync_threads(1, SHAPE::kConsumerThreads); }
 
-  __device__ __forceinline__ int weight_row(int unit, int half) const {
-    const int row = threadIdx.x % 32 / 4;
-    if constexpr (SHAPE::kIsGated) return 8 * unit + row + half * 8 * p.num_units;
-    return 16 * unit + 8 * half + row;
+  static __device__ __forceinline__ int weight_row(int unit, int half) {
+    return 16 * unit + 8 * half + threadIdx.x % 32 / 4;
   }
 
-  static __device__ __forceinline__ void own_sums(const StreamSums<SHAPE>& sums, int tile, int group, float (&v)[4]) {
-    const float* from = &sums.of[tile * SHAPE::kHalves + group / SHAPE::kBlockGroups][group % SHAPE::kBlockGroups * 4];
+  static __device__ __forceinline__ void own_sums(const StreamSums<SHAPE>& sums, int group, float (&v)[4]) {
+    const float* from = &sums.of[group / SHAPE::kBlockGroups][group % SHAPE::kBlockGroups * 4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = from[i];
   }
@@ -101,9 +95,7 @@ struct StreamEpilogue {
     const int index = cta * 2 + (begins ? 1 : 0);
     return reinterpret_cast<float4*>(p.partial_sums + static_cast<int64_t>(index) * SHAPE::kSlotFloats);
   }
-  static __device__ __forceinline__ int place(int tile, int group) {
-    return (tile * SHAPE::kGroups + group) * SHAPE::kConsumerThreads + threadIdx.x;
-  }
+  static __device__ __forceinline__ int place(int group) { return group * SHAPE::kConsumerThreads + threadIdx.x; }
 
   // Tells all consumers what the first of them knows.
   __device__ __forceinline__ int broadcast(int value) const {
@@ -123,50 +115,38 @@ struct StreamEpilogue {
   __device__ __forceinline__ void add_other(int other, int first, StreamSums<SHAPE>& sums) const {
     const float4* from = slot(other, other == first);
 #pragma unroll
-    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-#pragma unroll
-      for (int group = 0; group < SHAPE::kGroups; ++group) {
-        const float4 partial = __ldcg(from + place(tile, group));
-        float* to = &sums.of[tile * SHAPE::kHalves + group / SHAPE::kBlockGroups][group % SHAPE::kBlockGroups * 4];
-        to[0] += partial.x, to[1] += partial.y, to[2] += partial.z, to[3] += partial.w;
-        if (group % 8 == 7) __syncwarp();   // all loads at once would spill registers
-      }
+    for (int group = 0; group < SHAPE::kGroups; ++group) {
+      const float4 partial = __ldcg(from + place(group));
+      float* to = &sums.of[group / SHAPE::kBlockGroups][group % SHAPE::kBlockGroups * 4];
+      to[0] += partial.x, to[1] += partial.y, to[2] += partial.z, to[3] += partial.w;
+      if (group % 8 == 7) __syncwarp();   // all loads at once would spill registers
     }
   }
 
   __device__ __forceinline__ void finish_all(int begin, int end, const StreamSums<SHAPE>& sums) const {
 #pragma unroll
-    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-#pragma unroll
-      for (int group = 0; group < SHAPE::kGroups; ++group) {
-        float v[4];
-        own_sums(sums, tile, group, v);
-        finish(begin, end, tile, group, v);
-      }
+    for (int group = 0; group < SHAPE::kGroups; ++group) {
+      float v[4];
+      own_sums(sums, group, v);
+      finish(begin, end, group, v);
     }
   }
 
   __device__ __forceinline__ void load_biases(int begin) {
+    const int unit = min(begin + stream_unit(warpgroup), p.num_units - 1);
 #pragma unroll
-    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-      const int unit = min(begin + stream_unit<SHAPE>(tile, warpgroup), p.num_units - 1);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        biases[tile][half] = p.bias == nullptr ? 0.0f : to_float(static_cast<const T*>(p.bias)[weight_row(unit, half)]);
-      }
+    for (int half = 0; half < 2; ++half) {
+      biases[half] = p.bias == nullptr ? 0.0f : to_float(static_cast<const T*>(p.bias)[weight_row(unit, half)]);
     }
   }
 
   __device__ __forceinline__ void store_slot(bool begins, const StreamSums<SHAPE>& sums) const {
     float4* to = slot(blockIdx.x, begins);
 #pragma unroll
-    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-#pragma unroll
-      for (int group = 0; group < SHAPE::kGroups; ++group) {
-        float v[4];
-        own_sums(sums, tile, group, v);
-        __stcg(to + place(tile, group), make_float4(v[0], v[1], v[2], v[3]));
-      }
+    for (int group = 0; group < SHAPE::kGroups; ++group) {
+      float v[4];
+      own_sums(sums, group, v);
+      __stcg(to + place(group), make_float4(v[0], v[1], v[2], v[3]));
     }
     sync();
   }
@@ -194,25 +174,18 @@ struct StreamEpilogue {
   }
 
   __device__ __forceinline__ void add_part(int begin, int end, int first, int last, int part) const {
-    float v[SHAPE::kTiles][SHAPE::kPartGroups][4] = {};
+    float v[SHAPE::kPartGroups][4] = {};
 #pragma unroll 2
     for (int cta = first; cta <= last; ++cta) {
       const float4* from = slot(cta, cta == first);
 #pragma unroll
-      for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < SHAPE::kPartGroups; ++i) {
-          const float4 partial = __ldcg(from + place(tile, part * SHAPE::kPartGroups + i));
-          float(&sum)[4] = v[tile][i];
-          sum[0] += partial.x, sum[1] += partial.y, sum[2] += partial.z, sum[3] += partial.w;
-        }
+      for (int i = 0; i < SHAPE::kPartGroups; ++i) {
+        const float4 partial = __ldcg(from + place(part * SHAPE::kPartGroups + i));
+        v[i][0] += partial.x, v[i][1] += partial.y, v[i][2] += partial.z, v[i][3] += partial.w;
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < SHAPE::kPartGroups; ++i) finish(begin, end, tile, part * SHAPE::kPartGroups + i, v[tile][i]);
-    }
+    for (int i = 0; i < SHAPE::kPartGroups; ++i) finish(begin, end, part * SHAPE::kPartGroups + i, v[i]);
   }
 
   static __device__ __forceinline__ void leave(int* counters, int count) {
@@ -222,30 +195,23 @@ struct StreamEpilogue {
   }
 
   // 16 weight rows (a warp's unit) of 8 tokens.
-  __device__ __forceinline__ void finish(int begin, int end, int tile, int group, float (&v)[4]) const {
-    const int unit = begin + stream_unit<SHAPE>(tile, warpgroup);
+  __device__ __forceinline__ void finish(int begin, int end, int group, float (&v)[4]) const {
+    const int unit = begin + stream_unit(warpgroup);
     if (unit >= end || 8 * group >= p.num_tokens) return;
     float token_scales[2];
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(token_scales[0]), "=f"(token_scales[1])
                  : "r"(memory.token_scales() + 4 * (8 * group + threadIdx.x % 4 * 2)));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = v[i] * (token_scales[i % 2] * weight_scales[tile][i / 2]) + biases[tile][i / 2];
+      v[i] = v[i] * (token_scales[i % 2] * weight_scales[i / 2]) + biases[i / 2];
     }
     const int token = 8 * group + threadIdx.x % 32 / 4;
     T* out = static_cast<T*>(p.out) + token * p.out_row_stride + threadIdx.x % 4 * 2;
-    if constexpr (SHAPE::kIsGated) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
-      const uint32_t pair = transpose_8x8(pack<T>(v[0], v[1]));
-      if (token < p.num_tokens) *reinterpret_cast<uint32_t*>(out + 8 * unit) = pair;
-    } else {
-      const uint32_t low = transpose_8x8(pack<T>(v[0], v[1]));
-      const uint32_t high = transpose_8x8(pack<T>(v[2], v[3]));
-      if (token >= p.num_tokens) return;
-      *reinterpret_cast<uint32_t*>(out + 16 * unit) = low;
-      *reinterpret_cast<uint32_t*>(out + 16 * unit + 8) = high;
-    }
+    const uint32_t low = transpose_8x8(pack<T>(v[0], v[1]));
+    const uint32_t high = transpose_8x8(pack<T>(v[2], v[3]));
+    if (token >= p.num_tokens) return;
+    *reinterpret_cast<uint32_t*>(out + 16 * unit) = low;
+    *reinterpret_cast<uint32_t*>(out + 16 * unit + 8) = high;
   }
 };
 

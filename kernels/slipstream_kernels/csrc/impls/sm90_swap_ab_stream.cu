@@ -1,11 +1,11 @@
-// FP8 products of some tens to hundreds of tokens with large weights, for Hopper (sm_90a): y = x W^T, one scale a token
-// and a weight row. Contract: gemm/swap_ab_gemm.py.
+// FP8 products of 65 to 256 tokens with weights of long rows, for Hopper (sm_90a): y = x W^T, one scale a token and a
+// weight row. Contract: gemm/swap_ab_gemm.py.
 //
 // As in sm90_swap_ab_gemm.cu weights are the A operand and tokens the B operand, the kernel starts while the one before it
 // still runs, and fills its ring with weights before it waits for that kernel's results. There a CTA's share of a weight's
 // rows follows from the number of CTAs; here tiles have the size that reads tokens least often, and the summed chunks of
 // all tiles are shared out evenly (swap_ab_stream_shape.cuh). CTAs that share a tile add their sums through global memory
-// (swap_ab_stream_epilogue.cuh). Built once per SLIPSTREAM_COLUMNS (tokens of a tile: 64, 128, 256).
+// (swap_ab_stream_epilogue.cuh). Built once per SLIPSTREAM_COLUMNS (tokens of a tile: 128, 256).
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -38,7 +38,7 @@ __device__ __forceinline__ void run_consumer(const SwapAbStreamParams& p, const 
 }
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
+__global__ void __launch_bounds__(SHAPE::kThreads, 1)
     swap_ab_stream_kernel(const __grid_constant__ SwapAbStreamParams p, const __grid_constant__ StreamMaps maps) {
   extern __shared__ char shared[];
   start_dependents();
@@ -62,27 +62,16 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
 
 template <typename SHAPE>
 bool encode_maps(const SwapAbStreamParams& p, StreamMaps* maps) {
-  const uint64_t row = p.in_features, units = p.num_units;
-  // Strides: from a unit to its upper half, and to the next unit.
-  const uint64_t half = SHAPE::kIsGated ? 8 * units * row : 8 * row, next = SHAPE::kIsGated ? 8 * row : 16 * row;
-  const Extent<4> weights{{row, 8, 2, units},
-                          {row, half, next},
-                          {128, 8, 2, static_cast<uint32_t>(stream_tile_units(p))}};
+  const uint64_t row = p.in_features;
+  const Extent<2> weights{{row, 16 * static_cast<uint64_t>(p.num_units)},
+                          {row},
+                          {128, 16 * static_cast<uint32_t>(stream_tile_units(p))}};
   const Extent<2> tokens{{row, static_cast<uint64_t>(p.num_tokens)},
                          {static_cast<uint64_t>(p.x_row_stride)},
                          {128, SHAPE::kColumns}};
   constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   return encode_tensor_map(&maps->weights, kType, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, weights) &&
          encode_tensor_map(&maps->tokens, kType, CU_TENSOR_MAP_SWIZZLE_128B, p.x, tokens);
-}
-
-// CTAs that run at once, at most one an SM. Asks the driver once.
-template <typename SHAPE>
-cudaError_t count_ctas_at_once(int* num_ctas) {
-  static int counted = 0;
-  static const cudaError_t error = count_clusters<SHAPE, swap_ab_stream_kernel<SHAPE>>(1, &counted);
-  *num_ctas = counted / SHAPE::kCtasPerSm;
-  return error;
 }
 
 // Runs are not empty, tiles fit a CTA, and products of StreamRuns fit 32 bits.
@@ -108,49 +97,19 @@ cudaError_t launch(const SwapAbStreamParams& p, cudaStream_t stream) {
                        swap_ab_stream_kernel<SHAPE>, p, maps);
 }
 
-template <int WARPGROUPS, int TILES>
-struct Variant {
-  template <bool IS_GATED>
-  using Shape = StreamShape<SLIPSTREAM_COLUMNS, WARPGROUPS, TILES, IS_GATED>;
-
-  static bool is_wanted(const SwapAbStreamParams& p) { return p.warpgroups == WARPGROUPS; }
-
-  static cudaError_t run(const SwapAbStreamParams& p, cudaStream_t stream) {
-    return p.is_gated ? launch<Shape<true>>(p, stream) : launch<Shape<false>>(p, stream);
-  }
-};
-
-template <typename... VARIANTS>
-struct Variants {
-  static cudaError_t launch_wanted(const SwapAbStreamParams& p, cudaStream_t stream) {
-    cudaError_t error = cudaErrorInvalidValue;
-    (void)((VARIANTS::is_wanted(p) && (error = VARIANTS::run(p, stream), true)) || ...);
-    return error;
-  }
-
-  static int count_wanted(const SwapAbStreamParams& p) {
-    int count = 0;
-    (void)((VARIANTS::is_wanted(p) &&
-            (count_ctas_at_once<typename VARIANTS::template Shape<false>>(&count), true)) || ...);
-    return count;
-  }
-};
-
-// The compiled variants; swap_ab_stream_choice.py mirrors the list.
-#if SLIPSTREAM_COLUMNS == 64
-using Compiled = Variants<Variant<1, 2>, Variant<2, 2>>;
-#else
-using Compiled = Variants<Variant<2, 1>>;
-#endif
+using Compiled = StreamShape<SLIPSTREAM_COLUMNS>;
 
 }  // namespace slipstream
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_swap_ab_stream(const SwapAbStreamParams* params, void* stream) {
-  return slipstream::Compiled::launch_wanted(*params, static_cast<cudaStream_t>(stream));
+  return slipstream::launch<slipstream::Compiled>(*params, static_cast<cudaStream_t>(stream));
 }
 
-// How many CTAs of the variant run at once on this device, at most one an SM; 0: none, or it is not compiled.
-SLIPSTREAM_API int slipstream_count_ctas(const SwapAbStreamParams* params) {
-  return slipstream::Compiled::count_wanted(*params);
+// How many CTAs run at once on this device; 0: none.
+SLIPSTREAM_API int slipstream_count_ctas() {
+  int count = 0;
+  const cudaError_t error =
+      slipstream::count_clusters<slipstream::Compiled, slipstream::swap_ab_stream_kernel<slipstream::Compiled>>(1, &count);
+  return error == cudaSuccess ? count : 0;
 }

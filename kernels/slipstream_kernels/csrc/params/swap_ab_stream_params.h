@@ -10,7 +10,7 @@ struct SwapAbStreamParams {
   const float* x_scale;   // one per token
   const float* scale;     // one per weight row
   const void* bias;       // [out_features] bf16, or null
-  void* out;              // [num_tokens, out_features, or half of them if gated] bf16, row stride below
+  void* out;              // [num_tokens, out_features] bf16, row stride below
   float* partial_sums;    // two slots a CTA of a tile's fp32 sums, or null if no tile is split
   int32_t* counters;      // four a tile, zeros; each launch leaves them so; or null if no tile is split
   int64_t x_row_stride;   // elements, a multiple of 16 bytes
@@ -19,8 +19,6 @@ struct SwapAbStreamParams {
   int32_t num_units;      // out_features / 16
   int32_t in_features;
   int32_t is_dependent;   // launch before the kernel before it has ended
-  int32_t warpgroups;     // the variant: of consumers
-  int32_t is_gated;       // the variant: out = silu(gate) * up
   int32_t num_tiles;      // of weight rows, as equal as units allow; a CTA multiplies one at a time
   int32_t num_ctas;       // at most num_tiles times the chunks of 128 columns
 };

@@ -48,7 +48,7 @@ struct StreamProducer {
       wait_barrier(memory.empty(stage), walk.state.parity ^ 1);   // passes at once in the first round
       if constexpr (SLIPSTREAM_LATE_PRODUCER == 0) __nanosleep(20000);
       arrive_expecting(memory.full(stage), bytes);
-      copy_box(memory.weights(stage), &maps.weights, memory.full(stage), kReadOnce, walk.chunk * 128, 0, 0, unit);
+      copy_box(memory.weights(stage), &maps.weights, memory.full(stage), kReadOnce, walk.chunk * 128, 16 * unit);
       if (walk.advance()) unit = work.begin_unit(p, walk.tile);   // divides: once a tile
     }
   }

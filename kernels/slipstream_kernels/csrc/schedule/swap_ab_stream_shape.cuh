@@ -1,7 +1,7 @@
 // Sizes of one variant of the streaming swap-AB GEMM, the work of a CTA, and where things lie in shared memory.
 //
-// A unit is 16 weight rows: neighbours, or 8 rows of gate and the same 8 of up. A tile is a run of units that a CTA
-// multiplies at once. The work is the list of all chunks (128 columns) of all tiles, tile by tile; every CTA has an equal
+// A unit is 16 weight rows. A tile is a run of units that a CTA multiplies at once, 64 weight rows each of its two
+// warpgroups of consumers. The work is the list of all chunks (128 columns) of all tiles, tile by tile; every CTA has an equal
 // run of it, so a run may begin and end inside of tiles. A segment is what a run has of one tile.
 #pragma once
 
@@ -15,34 +15,26 @@
 
 namespace slipstream {
 
-// WARPGROUPS: of consumers. One: the CTA takes half of an SM, so that the next kernel's CTA, which fills its ring before
-// this one has ended, runs beside it. TILES: of 64 weight rows for each warpgroup.
-template <int COLUMNS, int WARPGROUPS, int TILES, bool IS_GATED>
+template <int COLUMNS>
 struct StreamShape {
-  static constexpr bool kIsGated = IS_GATED;
-  static constexpr int kColumns = COLUMNS, kWarpgroups = WARPGROUPS, kTiles = TILES;
-  static constexpr int kConsumerThreads = 128 * WARPGROUPS, kThreads = 128 + kConsumerThreads;
-  static constexpr int kCtasPerSm = WARPGROUPS == 1 ? 2 : 1;
-  // Of 65,536 of an SM: 2 (224 + 32) 128, or (2 232 + 40) 128.
-  static constexpr int kProducerRegisters = WARPGROUPS == 1 ? 32 : 40, kConsumerRegisters = WARPGROUPS == 1 ? 224 : 232;
-  static constexpr int kUnits = 4 * TILES * WARPGROUPS;   // of a CTA, at most
-  static constexpr int kSteps = 4;                        // products of 32 columns
-  // A tile of sums consists of blocks as wide as one instruction. Products that add to the same sums wait for each other,
-  // some 80 clocks for any size: small blocks take turns, those of a turn (kInterleaved) at once.
-  static constexpr int kBlockColumns = COLUMNS < 128 ? COLUMNS : 128, kHalves = COLUMNS / kBlockColumns;
+  static constexpr int kColumns = COLUMNS;
+  static constexpr int kConsumerThreads = 2 * 128, kThreads = 128 + kConsumerThreads;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;   // 40 + 2 * 232 = 3 * 168, those of the launch
+  static constexpr int kUnits = 8;   // of a CTA, at most
+  static constexpr int kSteps = 4;   // products of 32 columns
+  // A row of sums consists of blocks as wide as one instruction.
+  static constexpr int kBlockColumns = 128, kHalves = COLUMNS / kBlockColumns;
   static constexpr int kBlockSums = kBlockColumns / 2, kBlockGroups = kBlockColumns / 8, kGroups = COLUMNS / 8;
-  static constexpr int kBlocks = TILES * kHalves, kInterleaved = COLUMNS < 128 ? kBlocks : 1;
-  static constexpr int kTurns = kBlocks / kInterleaved;
   // Parts of a split tile, which its CTAs add one after the other.
-  static constexpr int kParts = kUnits >= 16 ? 8 : 4, kPartGroups = kGroups / kParts;
-  static_assert(kParts * kPartGroups == kGroups);
-  static constexpr int kSlotFloats = TILES * kGroups * kConsumerThreads * 4;
+  static constexpr int kParts = 4, kPartGroups = kGroups / kParts;
+  static_assert(kHalves * kBlockColumns == COLUMNS && kParts * kPartGroups == kGroups);
+  static constexpr int kSlotFloats = kGroups * kConsumerThreads * 4;
 
   static constexpr int kUnitBytes = 16 * 128, kTokenBytes = COLUMNS * 128;
   static constexpr int kMaxStages = 16;
   static constexpr int kWordOffset = 2 * 8 * kMaxStages, kScaleOffset = kWordOffset + 16;
   static constexpr int kRingOffset = (kScaleOffset + 4 * COLUMNS + 1023) / 1024 * 1024;
-  static constexpr int kTotalBytes = (WARPGROUPS == 1 ? 112 : 224) * 1024;
+  static constexpr int kTotalBytes = 224 * 1024;
   static constexpr int kRingBytes = kTotalBytes - 1024 - kRingOffset;
 
   static __host__ __device__ constexpr int stage_bytes(int units) { return units * kUnitBytes + kTokenBytes; }
@@ -82,11 +74,8 @@ struct StreamWork {
   }
 };
 
-// The unit of a tile that this warp has in its `tile` of 64 rows.
-template <typename SHAPE>
-__device__ __forceinline__ int stream_unit(int tile, int warpgroup) {
-  return (tile * SHAPE::kWarpgroups + warpgroup) * 4 + threadIdx.x % 128 / 32;
-}
+// The unit of a tile that this warp has.
+__device__ __forceinline__ int stream_unit(int warpgroup) { return warpgroup * 4 + threadIdx.x % 128 / 32; }
 
 // Barriers, and who arrives and who waits:
 // full: the thread of weights and that of tokens arrive, each announcing its bytes; copies complete them. Consumers wait.

@@ -55,18 +55,6 @@ def columns_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
     return [widest for below, widest in bounds if any(first <= widest and last > below for first, last in ranges)]
 
 
-def usual_clusters(num_sms: int, splits: int) -> int:
-    """How many clusters run at once, without asking the device.  Those of four leave SMs of a GPC of 18 without one."""
-    return num_sms // splits if splits < 4 else num_sms * 5 // 22
-
-
-def best_us(product: Product, num_sms: int, costs: SwapAbCosts) -> float:
-    """The least estimate, in microseconds."""
-    counted = {splits: usual_clusters(num_sms, splits) for splits in (1, 2, 4)}
-    variant = choose(product, lambda variant: counted[variant.splits], costs)
-    return estimate_us(product, variant, counted[variant.splits], costs)
-
-
 def choose(product: Product, count_clusters: Callable[[Variant], int], costs: SwapAbCosts = H200.swap_ab) -> Variant:
     """The variant with the least estimate.  count_clusters: how many of its clusters run at once; 0: it cannot run."""
     columns = next(columns for columns in COLUMNS if product.num_tokens <= columns)

@@ -1,4 +1,4 @@
-"""The product of 33 to 256 FP8 rows in evenly shared chunks, in CUDA: arguments and launch.  Hopper only.
+"""The product of 65 to 256 FP8 rows in evenly shared chunks, in CUDA: arguments and launch.  Hopper only.
 
 Contract: ops.swap_ab_gemm of e4m3 with one scale a weight row, results in bf16.  No device value is read on the host:
 CUDA-graph safe.
@@ -22,7 +22,6 @@ from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import (
     TILE_COUNTERS,
     UNIT_ROWS,
     Plan,
-    Variant,
 )
 
 SOURCE = "sm90_swap_ab_stream.cu"
@@ -31,7 +30,7 @@ ALIGNMENT = 16  # bytes: of rows, and input features of a weight
 POINTERS = ("x", "weight", "x_scale", "scale", "bias", "out", "partial_sums", "counters")
 STRIDES = ("x_row_stride", "out_row_stride")
 COUNTS = (
-    "num_tokens", "num_units", "in_features", "is_dependent", "warpgroups", "is_gated", "num_tiles", "num_ctas",
+    "num_tokens", "num_units", "in_features", "is_dependent", "num_tiles", "num_ctas",
 )  # fmt: skip
 
 
@@ -62,12 +61,11 @@ def build_all() -> None:
 
 
 @lru_cache(maxsize=64)
-def count_ctas(device: torch.device, variant: Variant) -> int:
-    """How many CTAs of the variant run at once on the device, at most one an SM."""
-    library = load(SOURCE, defines(variant.columns))
-    params = SwapAbStreamParams(warpgroups=variant.warpgroups)
+def count_ctas(device: torch.device, columns: int) -> int:
+    """How many CTAs with tiles of so many tokens run at once on the device."""
+    library = load(SOURCE, defines(columns))
     with torch.cuda.device(device):
-        return int(library.slipstream_count_ctas(ctypes.byref(params)))
+        return int(library.slipstream_count_ctas())
 
 
 def swap_ab_stream(
@@ -75,17 +73,15 @@ def swap_ab_stream(
     weight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
     plan: Plan,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ops.swap_ab_gemm.  One launch.
+    """See ops.swap_ab_gemm, not gated.  One launch.
 
     plan: of swap_ab_stream_choice.  counters: int32 zeros, four for each tile of a plan that splits tiles, which no
     other stream uses at the time; each call leaves them zero.  None: made here.
     """
-    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((x.num_tokens, out_features), dtype=x.dtype, device=weight.device)
+    out = torch.empty((x.num_tokens, weight.shape[0]), dtype=x.dtype, device=weight.device)
     if not x.num_tokens:
         return out
     partial_sums = None
@@ -107,8 +103,6 @@ def swap_ab_stream(
         num_units=weight.shape[0] // UNIT_ROWS,
         in_features=weight.shape[1],
         is_dependent=launches_dependently(weight.device),
-        warpgroups=plan.warpgroups,
-        is_gated=gated,
         num_tiles=plan.num_tiles,
         num_ctas=plan.num_ctas,
     )
