@@ -20,7 +20,7 @@ from slipstream.nn.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from slipstream.nn.load import load_model
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from tiny_checkpoints import relative_error
-from tiny_variants import CLASSES
+from tiny_variants import classes_of
 from toy_tokenizers import TEXTS, sentencepiece
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -67,7 +67,7 @@ GGUF_NAMES = {
 
 
 def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
-    config_class, model_class = CLASSES[family]
+    config_class, model_class = classes_of(family)
     model = model_class(config_class(**{**SIZES, **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers as hf
 from stored_layouts import LAYOUTS
-from tiny_variants import CLASSES, GPU_VARIANTS, SIZES, VARIANTS
+from tiny_variants import GPU_VARIANTS, SIZES, VARIANTS, classes_of
 from torch import Tensor
 
 
@@ -25,7 +25,7 @@ class TinyCheckpoint:
 
 def make_model(variant: str, **sizes: object) -> hf.PreTrainedModel:
     family, changes = {**VARIANTS, **GPU_VARIANTS}[variant]
-    config_class, model_class = CLASSES[family]
+    config_class, model_class = classes_of(family)
     torch.manual_seed(sum(variant.encode()))
     return draw(model_class(config_class(**{**SIZES, **changes, **sizes})).eval())
 

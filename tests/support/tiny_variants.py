@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import transformers as hf
 from stored_layouts import AlibiModel
 
@@ -19,54 +20,64 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CLASSES: dict[str, tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]] = {
-    "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
-    "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
-    "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM),
-    "ministral3": (hf.Ministral3Config, hf.Ministral3ForCausalLM),
-    "mistral": (hf.MistralConfig, hf.MistralForCausalLM),
-    "mixtral": (hf.MixtralConfig, hf.MixtralForCausalLM),
-    "qwen2-moe": (hf.Qwen2MoeConfig, hf.Qwen2MoeForCausalLM),
-    "qwen3-moe": (hf.Qwen3MoeConfig, hf.Qwen3MoeForCausalLM),
-    "baichuan": (hf.LlamaConfig, hf.LlamaForCausalLM),
-    "baichuan-alibi": (hf.LlamaConfig, AlibiModel),
-    "chatglm": (hf.GlmConfig, hf.GlmForCausalLM),
-    "deepseek-v2": (hf.DeepseekV2Config, hf.DeepseekV2ForCausalLM),
-    "deepseek-v3": (hf.DeepseekV3Config, hf.DeepseekV3ForCausalLM),
-    "dots1": (hf.Dots1Config, hf.Dots1ForCausalLM),
-    "ernie4_5": (hf.Ernie4_5Config, hf.Ernie4_5ForCausalLM),
-    "ernie4_5-moe": (hf.Ernie4_5_MoeConfig, hf.Ernie4_5_MoeForCausalLM),
-    "exaone4": (hf.Exaone4Config, hf.Exaone4ForCausalLM),
-    "exaone-moe": (hf.ExaoneMoeConfig, hf.ExaoneMoeForCausalLM),
-    "gemma": (hf.GemmaConfig, hf.GemmaForCausalLM),
-    "gemma2": (hf.Gemma2Config, hf.Gemma2ForCausalLM),
-    "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
-    "gemma3-seeing": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
-    "mistral-seeing": (hf.MistralConfig, hf.MistralForCausalLM),
-    "glm": (hf.GlmConfig, hf.GlmForCausalLM),
-    "glm4": (hf.Glm4Config, hf.Glm4ForCausalLM),
-    "glm4-moe": (hf.Glm4MoeConfig, hf.Glm4MoeForCausalLM),
-    "glm4-moe-lite": (hf.Glm4MoeLiteConfig, hf.Glm4MoeLiteForCausalLM),
-    "gpt-oss": (hf.GptOssConfig, hf.GptOssForCausalLM),
-    "granite": (hf.GraniteConfig, hf.GraniteForCausalLM),
-    "granite-moe": (hf.GraniteMoeConfig, hf.GraniteMoeForCausalLM),
-    "granite-moe-shared": (hf.GraniteMoeSharedConfig, hf.GraniteMoeSharedForCausalLM),
-    "granite-hybrid": (hf.GraniteMoeHybridConfig, hf.GraniteMoeHybridForCausalLM),
-    "hunyuan": (hf.HunYuanDenseV1Config, hf.HunYuanDenseV1ForCausalLM),
-    "hunyuan-moe": (hf.HunYuanMoEV1Config, hf.HunYuanMoEV1ForCausalLM),
-    "hyperclovax": (hf.HyperCLOVAXConfig, hf.HyperCLOVAXForCausalLM),
-    "cwm": (hf.CwmConfig, hf.CwmForCausalLM),
-    "internlm3": (hf.InternLM3Config, hf.LlamaForCausalLM),
-    "mimo": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
-    "minimax-m2": (hf.MiniMaxM2Config, hf.MiniMaxM2ForCausalLM),
-    "olmo2": (hf.Olmo2Config, hf.Olmo2ForCausalLM),
-    "olmo3": (hf.Olmo3Config, hf.Olmo3ForCausalLM),
-    "olmoe": (hf.OlmoeConfig, hf.OlmoeForCausalLM),
-    "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM),
-    "seed-oss": (hf.SeedOssConfig, hf.SeedOssForCausalLM),
-    "solar-open": (hf.SolarOpenConfig, hf.SolarOpenForCausalLM),
-    "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM),
+CLASSES = {  # of the config and the model, by their names in transformers, whose older versions lack some
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2-moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "baichuan": ("LlamaConfig", "LlamaForCausalLM"),
+    "baichuan-alibi": ("LlamaConfig", "AlibiModel"),
+    "chatglm": ("GlmConfig", "GlmForCausalLM"),
+    "deepseek-v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "exaone-moe": ("ExaoneMoeConfig", "ExaoneMoeForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3-seeing": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "mistral-seeing": ("MistralConfig", "MistralForCausalLM"),
+    "glm": ("GlmConfig", "GlmForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "glm4-moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granite-moe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "granite-moe-shared": ("GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM"),
+    "granite-hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "hunyuan": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": ("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM"),
+    "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM"),
+    "cwm": ("CwmConfig", "CwmForCausalLM"),
+    "internlm3": ("InternLM3Config", "LlamaForCausalLM"),
+    "mimo": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "seed-oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "solar-open": ("SolarOpenConfig", "SolarOpenForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
 }
+
+
+def classes_of(family: str) -> tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]:
+    """Of the config and the model. Skips the test where the installed transformers has none."""
+    config, model = CLASSES[family]
+    if missing := [name for name in (config, model) if name != "AlibiModel" and not hasattr(hf, name)]:
+        pytest.skip(f"transformers {hf.__version__} has no {missing[0]}")
+    return getattr(hf, config), AlibiModel if model == "AlibiModel" else getattr(hf, model)
+
+
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM: dict[str, object] = {"head_dim": 8, "pad_token_id": 0}
 GLM_EXPERTS: dict[str, object] = {
