@@ -269,7 +269,7 @@ def test_planned_bytes_are_held_bytes(checkpoint: Path, method: str) -> None:
     for linear in decoder.spec.layer_linears if method != "none" else ():
         rows, columns = linear.out_features, linear.in_features
         scales = -(-rows // 128) * 4 if method == "block_wise_fp8" else rows
-        expected += 4 * scales + 4 * -(-rows // 32) - rows * columns
+        expected += 4 * scales + 4 * -(-rows // 16) - rows * columns
     assert planned == expected
     assert logits(decoder).std() > 0.3
 
