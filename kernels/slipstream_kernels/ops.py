@@ -12,7 +12,7 @@ from slipstream_kernels.attention.limits import split_sums_bytes
 from slipstream_kernels.attention.merge_attention import merge_attention
 from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.attention.ragged_attention import ragged_attention
-from slipstream_kernels.attention.stage_fp8_keys import stage_fp8_keys
+from slipstream_kernels.attention.stage_fp8 import stage_fp8
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream_kernels.gemm.int4_mm import int4_mm
@@ -191,7 +191,7 @@ __all__ = [
     "skinny_gemm",
     "slot_table",
     "split_sums_bytes",
-    "stage_fp8_keys",
+    "stage_fp8",
     "swap_ab_gemm",
     "tile_rows",
     "token_probs",

@@ -37,7 +37,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("kv, head_dim", [(0, 64), (0, 128), (2, 128), (cuda_prefill.FP8_KEYS, 128)])
+@pytest.mark.parametrize(
+    "kv, head_dim", [(0, 64), (0, 128), (2, 128), (cuda_prefill.FP8_KEYS, 128), (cuda_prefill.ALL_FP8, 128)]
+)
 def test_compiles_without_spills_or_serialised_products(kv, head_dim) -> None:
     assert_compiles_well(cuda_prefill.SOURCE, cuda_prefill.variant(torch.bfloat16, kv, head_dim))
 

@@ -84,7 +84,8 @@ def distinct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_take_the_means_of_their_heads(distinct: Path, size: int) -> None:
-    """Two heads of keys: one each, and one for two ranks."""
+    """Two heads of keys: one each, and one for two ranks. Sums of ranks differ in their last bits, which moves some
+    numbers to the next of e4m3."""
 
     def logits(parallel: Parallel) -> torch.Tensor:
         config = ModelConfig(model=str(distinct), device="cpu", prefill_attention_dtype="fp8")
@@ -93,7 +94,7 @@ def test_ranks_take_the_means_of_their_heads(distinct: Path, size: int) -> None:
     expected, exact = logits(SINGLE), loaded(distinct, "auto").run([60])[0]
     assert relative_error(expected, exact) > 0.05
     for found in on_each(parallels(size), logits):
-        assert relative_error(found, expected) < 1e-5
+        assert relative_error(found, expected) < 1e-3
 
 
 def test_stages_take_the_means_of_their_layers(distinct: Path) -> None:
@@ -111,8 +112,8 @@ def test_stages_take_the_means_of_their_layers(distinct: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "fields", "named"),
     [
-        ("gemma2", {}, "soft caps and sinks change"),
-        ("gpt-oss", {}, "soft caps and sinks change"),
+        ("gemma2", {}, "attention in FP8 has no soft caps, sinks and ALiBi"),
+        ("gpt-oss", {}, "attention in FP8 has no soft caps, sinks and ALiBi"),
         ("deepseek-v2-lite", {}, "latent attention has no keys of heads"),
         ("qwen3", {"deterministic": True}, "deterministic rounds nothing"),
         ("qwen3", {}, f"needs .*{FILE}; make it: build/key_means.py"),
@@ -125,11 +126,20 @@ def test_refusals(variant: str, fields: dict[str, object], named: str, tmp_path:
         load_model(config)
 
 
-def test_a_quantised_cache_is_refused(measured: Path) -> None:
+def test_a_cache_of_integers_is_refused(measured: Path) -> None:
     config = ModelConfig(model=str(measured), device="cpu", prefill_attention_dtype="fp8")
-    for kv_dtype in ops.QUANTIZED_KV_DTYPES.values():
-        with pytest.raises(ConfigError, match="over a quantised KV cache keys are rounded already"):
+    for kv_dtype in (torch.int8, torch.uint8):
+        with pytest.raises(ConfigError, match="an int8 or int4 KV cache is attended in 16 bit"):
             load_model(config, kv_dtype=kv_dtype)
+
+
+def test_over_an_fp8_cache_no_file_is_needed(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    config = ModelConfig(model=str(tmp_path), device="cpu", prefill_attention_dtype="fp8")
+    kv_dtype = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]
+    check_model(config, read_spec(tmp_path), CPU, torch.float32, kv_dtype)
+    options = [layer.attention.options for layer in load_model(config, kv_dtype=kv_dtype).layers]
+    assert all(option.fp8_probs and option.key_mean is None for option in options)
 
 
 def test_a_wrong_file_is_named(measured: Path, tmp_path: Path) -> None:

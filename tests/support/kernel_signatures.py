@@ -12,7 +12,7 @@ ATTENTION = {
     "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
     "num_requests": "i32", "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "scale": "fp32", "window": "i32",
     "soft_cap": "fp32", "token_stride": "i32", "head_stride": "i32", "table_stride": "i32", "blocks_of_request": "i32",
-    "key_ptr": "*bf16", "value_ptr": "*bf16", "mean_ptr": "*fp32", "keys_ptr": "*fp8e4nv", "values_ptr": "*fp16",
+    "key_ptr": "*bf16", "value_ptr": "*bf16", "mean_ptr": "*fp32", "keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv",
 }  # fmt: skip
 TREE_ATTENTION = {
     **ATTENTION, "maxima_ptr": "*fp32", "normalisers_ptr": "*fp32", "tree_mask_ptr": "*i64", "positions_ptr": "*i64",
@@ -238,7 +238,11 @@ KERNELS = [
          "residual_head_stride": "i32", "eps": "fp32"},
         {"NUM_HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "HAS_RESIDUAL": True}, 8,
     ),
-    ("stage_fp8_keys", "_stage_fp8_keys_kernel", ATTENTION, {**ATTENTION_SHAPE, "ROWS": 64}, 4),
+    ("stage_fp8", "_stage_fp8_kernel", ATTENTION, {**ATTENTION_SHAPE, "ROWS": 64, "HAS_KEYS": True}, 4),
+    (
+        "stage_fp8", "_stage_fp8_kernel", {**ATTENTION, "value_ptr": "*fp8e4nv"},
+        {**ATTENTION_SHAPE, "ROWS": 64, "HAS_KEYS": False}, 4,
+    ),
     ("rope_write_kv", "_rope_write_kv_kernel", ROPE, {**ROPE_SHAPE, "FORMAT": 0}, 4),
     (
         "rope_write_kv", "_rope_write_kv_kernel", ROPE,

@@ -1,4 +1,4 @@
-"""Means of a model's keys, which attention in FP8 subtracts before it rounds them: file, reading, refusals.
+"""Prompts that attend in FP8: refusals, and the means of a model's keys that are subtracted before these are rounded.
 
 One vector for each layer and head of keys, measured after the rotation by build/key_means.py. They do not depend on the
 request, so cached blocks stay shared.
@@ -24,6 +24,7 @@ from slipstream.nn.spec import DecoderSpec
 FIELD = "prefill_attention_dtype"
 FP8 = "fp8"
 FILE = "key_means.safetensors"
+FP8_CACHE = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]
 
 
 def check_fp8_prefill(
@@ -40,13 +41,13 @@ def check_fp8_prefill(
 def _refusal(config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None) -> str | None:
     if config.deterministic:
         return "deterministic rounds nothing"
-    if kv_dtype in ops.QUANTIZED_KV_DTYPES.values():
-        return "over a quantised KV cache keys are rounded already (auto multiplies those of fp8 in FP8 on Hopper)"
+    if kv_dtype in ops.QUANTIZED_KV_DTYPES.values() and kv_dtype != FP8_CACHE:
+        return "an int8 or int4 KV cache is attended in 16 bit"
     for attention in spec.attentions:
         if attention.latent is not None:
             return "latent attention has no keys of heads in its cache"
-        if attention.soft_cap is not None or attention.sinks:
-            return "soft caps and sinks change when a mean is subtracted from all keys"
+        if attention.soft_cap is not None or attention.sinks or attention.alibi_slopes:
+            return "attention in FP8 has no soft caps, sinks and ALiBi"
         if device.type == "cuda" and attention.head_dim != FP8_QUERY_HEAD_DIM:
             return f"on a GPU heads of {FP8_QUERY_HEAD_DIM} are rounded, not {attention.head_dim}"
     return None
@@ -83,11 +84,20 @@ def write_key_means(path: Path, means: list[Tensor], about: dict[str, object]) -
     save_file(tensors, path, metadata={"about": json.dumps(about)})
 
 
-def set_key_means(decoder: Decoder, means: list[Tensor]) -> None:
-    """Let prompts of a loaded decoder attend in FP8. means: of all layers and heads; a rank takes its own."""
+def needs_key_means(config: ModelConfig, kv_dtype: torch.dtype | None) -> bool:
+    """Whether keys are rounded when prompts attend: those of an FP8 cache are already."""
+    return config.prefill_attention_dtype == FP8 and kv_dtype != FP8_CACHE
+
+
+def attend_in_fp8(decoder: Decoder, means: list[Tensor] | None) -> None:
+    """Let prompts of a loaded decoder attend in FP8. means: of all layers and heads, of which a rank takes its own;
+    None over an FP8 cache."""
     for index, layer in zip(decoder.own_indices, decoder.own_layers):
         attention = layer.attention
         assert isinstance(attention, SelfAttention)
+        if means is None:
+            attention.options = replace(attention.options, fp8_probs=True)
+            continue
         _, own_heads = attention.spec.heads_of(decoder.context.parallel)
         own = means[index][own_heads].to(decoder.context.device)
         attention.options = replace(attention.options, key_mean=own)

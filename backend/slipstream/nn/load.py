@@ -16,7 +16,7 @@ from slipstream.nn.attention.split_kv import SplitKVFp8Attention
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.key_means import FP8 as FP8_PREFILL
-from slipstream.nn.key_means import check_fp8_prefill, read_key_means, set_key_means, zero_means
+from slipstream.nn.key_means import attend_in_fp8, check_fp8_prefill, needs_key_means, read_key_means, zero_means
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.lora import LoraRows, LoraTargets
@@ -89,9 +89,11 @@ def load_model(
         draw_dummies(decoder, config.seed)
     else:
         load_checkpoint(decoder, checkpoint_dir)
-    if config.prefill_attention_dtype == FP8_PREFILL:
+    if needs_key_means(config, kv_dtype):
         is_dummy = config.load_format == "dummy"
-        set_key_means(decoder, zero_means(spec) if is_dummy else read_key_means(checkpoint_dir, spec))
+        attend_in_fp8(decoder, zero_means(spec) if is_dummy else read_key_means(checkpoint_dir, spec))
+    elif config.prefill_attention_dtype == FP8_PREFILL:
+        attend_in_fp8(decoder, None)
     log.info(
         "%s: %.1f M parameters in %s on %s, loaded in %.2f s",
         spec.architecture,
@@ -141,7 +143,7 @@ def check_model(
     decoder = _build(config, spec, device, dtype, kv_dtype, META, parallel)
     if config.load_format not in ("dummy", "null"):
         check_checkpoint(decoder, resolve_checkpoint(config.model))
-        if config.prefill_attention_dtype == FP8_PREFILL:
+        if needs_key_means(config, kv_dtype):
             read_key_means(resolve_checkpoint(config.model), spec)
 
 

@@ -31,5 +31,6 @@ class AttentionCall:
     key_scale: torch.Tensor | None
     value_scale: torch.Tensor | None
     fp8_queries: bool = False
+    fp8_probs: bool = False
     key_mean: torch.Tensor | None = None
     sinks: torch.Tensor | None = None

@@ -35,6 +35,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     num_kv_splits: int | None = None,
     fp8_queries: bool = False,
+    fp8_probs: bool = False,
     key_mean: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -56,9 +57,12 @@ def paged_attention(
     otherwise follows the batch size (its rounding too); the reference ignores it.
     fp8_queries: of long prompts over an fp8 cache, queries may be rounded to e4m3 (per token and head), so that their
     product with keys runs at the tensor cores' double rate; cost: docs/measurements.  Only the cuda version does.
-    key_mean: [num_kv_heads, head_dim] fp32, over a 16-bit or fp32 cache: queries of long prompts may be rounded, and
-    keys less this mean (stage_fp8_keys).  The reference rounds all queries of more than 16 tokens, cuda those of
-    prompts that are worth a copy of their keys, triton none.  Not with soft_cap or sinks, which a mean changes.
+    fp8_probs: with fp8_queries, so may be probabilities, relative to their row's largest, so that both products do; not
+    with soft_cap or alibi_slopes.
+    key_mean: [num_kv_heads, head_dim] fp32, over a 16-bit or fp32 cache: queries, probabilities and values of long
+    prompts may be rounded, and keys less this mean (stage_fp8).  The reference rounds those of all queries of more than
+    16 tokens, cuda those of prompts that are worth a copy of their keys, triton none.  Not with soft_cap or sinks,
+    which a mean changes, nor with alibi_slopes.
     backend: "cuda" (Hopper; ValueError if it cannot run), "triton", "reference"; "auto": cuda for queries of more than
     16 tokens where it can run, else triton.  Calls of the cuda version on one device must be ordered, on one stream.
     Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.
@@ -73,7 +77,7 @@ def paged_attention(
     if num_kv_splits is not None and num_kv_splits < 1:
         raise ValueError(f"num_kv_splits: {num_kv_splits}, expected at least 1, or None")
     if key_mean is not None:
-        _check_key_mean(key_mean, key_cache, soft_cap, sinks)
+        _check_key_mean(key_mean, key_cache, soft_cap, sinks, alibi_slopes)
     call = AttentionCall(
         q=q,
         key_cache=key_cache,
@@ -92,6 +96,7 @@ def paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         fp8_queries=fp8_queries,
+        fp8_probs=fp8_probs,
         key_mean=key_mean,
         sinks=sinks,
     )
@@ -100,12 +105,18 @@ def paged_attention(
 
 
 def _check_key_mean(
-    key_mean: torch.Tensor, key_cache: torch.Tensor, soft_cap: float | None, sinks: torch.Tensor | None
+    key_mean: torch.Tensor,
+    key_cache: torch.Tensor,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
 ) -> None:
     require_float("key_cache", key_cache)
     require_shape("key_mean", key_mean, (key_cache.shape[1], key_cache.shape[3]))
     if soft_cap is not None or sinks is not None:
         raise ValueError("key_mean: soft_cap and sinks change when a mean is subtracted from all keys")
+    if alibi_slopes is not None:
+        raise ValueError("key_mean: attention in FP8 has no alibi_slopes")
 
 
 def _run(call: AttentionCall, backend: str) -> None:

@@ -35,7 +35,7 @@ class QKRope:
 @dataclass(frozen=True)
 class LayerAttention:
     """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes, sinks: [num_q_heads] fp32.
-    key_mean: [num_kv_heads, head_dim] fp32, where prompts attend in FP8."""
+    Where prompts attend in FP8: key_mean, [num_kv_heads, head_dim] fp32, over a 16-bit cache, fp8_probs over FP8."""
 
     qk_rope: QKRope
     scale: float
@@ -44,6 +44,7 @@ class LayerAttention:
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     key_mean: Tensor | None = None
+    fp8_probs: bool = False
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class SplitStep:
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
             fp8_queries=self.fp8_queries,
+            fp8_probs=layer.fp8_probs,
             key_mean=layer.key_mean,
             out=out[rows.tokens],
         )

@@ -14,7 +14,7 @@ import torch
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_stage
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
-from slipstream_kernels.attention.stage_fp8_keys import stage_fp8_keys
+from slipstream_kernels.attention.stage_fp8 import stage_fp8
 from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
@@ -23,9 +23,10 @@ from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN
 
 SOURCE = "sm90_prefill_attention.cu"
 HEAD_DIMS = (64, 128)
-# PrefillKv of csrc/schedule/prefill_shape.cuh: caches of these types; copies of their blocks; keys of an fp8 cache.
+# PrefillKv of csrc/schedule/prefill_shape.cuh: caches of these types; copies of their blocks; keys of an fp8 cache;
+# both products in e4m3.
 KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
-STAGED, FP8_KEYS = 4, 5
+STAGED, FP8_KEYS, ALL_FP8 = 4, 5, 6
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
 SECTION_BYTES = 32 << 20
@@ -90,21 +91,21 @@ def paged_attention(call: AttentionCall) -> None:
     kv = source_of_keys_and_values(call)
     library = load(SOURCE, defines(call))
     staged: prefill_stage.Staged | None
-    if kv == FP8_KEYS and call.key_mean is not None:
-        call, staged = _with_rounded_keys(call, call.key_mean)
+    if kv == ALL_FP8:
+        call, staged = _in_fp8(call)
     else:
         staged = _STAGERS[kv](call) if kv in _STAGERS else None
     params = _params(call, staged)
     launch("prefill_attention", library, params, call.q.device)
 
 
-def _with_rounded_keys(call: AttentionCall, key_mean: torch.Tensor) -> tuple[AttentionCall, prefill_stage.Staged]:
-    """The call over copies of its blocks: keys as a cache of e4m3 that lies in order, values as they are staged."""
-    tensors = call.key_cache, call.value_cache, call.block_tables, call.seq_lens, key_mean
-    keys, values = stage_fp8_keys(*tensors, max_seq_len=call.max_seq_len)
-    tables = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device).view(call.seq_lens.shape[0], -1)
+def _in_fp8(call: AttentionCall) -> tuple[AttentionCall, prefill_stage.Staged]:
+    """The call over copies of its blocks: values as they are staged, keys of a 16-bit cache as one of e4m3 in order."""
+    tensors = call.key_cache, call.value_cache, call.block_tables, call.seq_lens, call.key_mean
+    keys, values = stage_fp8(*tensors, max_seq_len=call.max_seq_len)
+    tables = torch.arange(values.shape[0], dtype=torch.int32, device=values.device).view(call.seq_lens.shape[0], -1)
     staged = prefill_stage.Staged(None, values, tables.shape[1])
-    return replace(call, key_cache=keys, value_cache=values, block_tables=tables), staged
+    return (call if keys is None else replace(call, key_cache=keys, block_tables=tables)), staged
 
 
 _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
@@ -112,9 +113,12 @@ _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_valu
 
 def source_of_keys_and_values(call: AttentionCall) -> int:
     """PrefillKv of a call."""
-    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and call.q.shape[2] == FP8_QUERY_HEAD_DIM
-    if call.key_mean is not None and call.q.shape[2] == FP8_QUERY_HEAD_DIM and prefill_stage.pays_in_fp8(call):
-        return FP8_KEYS
+    has_rows = call.q.shape[2] == FP8_QUERY_HEAD_DIM
+    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and has_rows
+    is_plain = call.soft_cap is None and call.alibi_slopes is None
+    is_all = call.key_mean is not None or (may_round and call.fp8_probs)
+    if is_all and is_plain and has_rows and prefill_stage.pays_in_fp8(call):
+        return ALL_FP8
     if may_round and prefill_stage.pays(call, with_keys=False):
         return FP8_KEYS
     return STAGED if prefill_stage.pays(call, with_keys=True) else KV_TYPES[call.key_cache.dtype]
@@ -142,7 +146,8 @@ def variant(
 def variants() -> list[tuple[str, ...]]:
     """Those worth building ahead of time: of all types and head dims, without soft cap and ALiBi."""
     kinds = [(kv, dim) for kv in (*sorted(set(KV_TYPES.values())), STAGED) for dim in HEAD_DIMS]
-    return [variant(query, *kind) for query in TYPES for kind in (*kinds, (FP8_KEYS, FP8_QUERY_HEAD_DIM))]
+    in_fp8 = [(kv, FP8_QUERY_HEAD_DIM) for kv in (FP8_KEYS, ALL_FP8)]
+    return [variant(query, *kind) for query in TYPES for kind in (*kinds, *in_fp8)]
 
 
 @lru_cache

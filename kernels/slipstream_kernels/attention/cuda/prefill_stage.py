@@ -53,9 +53,9 @@ def pays(call: AttentionCall, with_keys: bool) -> bool:
 
 
 def pays_in_fp8(call: AttentionCall) -> bool:
-    """Whether keys of a 16-bit cache should be staged as e4m3, with its values."""
+    """Whether values should be staged as e4m3, and keys of a 16-bit cache, too."""
     is_long = call.q.shape[0] >= MIN_QUERY_LEN * call.seq_lens.shape[0]
-    return is_long and call.key_cache.dtype not in KV_TYPES and _fits(call, 1.5)
+    return is_long and _fits(call, 0.5 if call.key_cache.dtype == FP8_DTYPE else 1)
 
 
 def _fits(call: AttentionCall, num_copies: float) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream_kernels.attention.attention_call import AttentionCall
-from slipstream_kernels.attention.reference.stage_fp8_keys import round_keys, rounded_queries
+from slipstream_kernels.attention.reference.stage_fp8 import attend_rounded, rounded_queries, to_e4m3
 from slipstream_kernels.kv.reference.quantized_kv import dequantize_rows
 from slipstream_kernels.kv_cache import FP8_DTYPE, QUANTIZED_DTYPES
 
@@ -228,8 +228,8 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
     v = _gather(call.value_cache, call.value_scale, blocks, dtype)[:, None, :seq_len]
     q = call.q[start:stop].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)
     if call.key_mean is not None:
-        q, k = rounded_queries(q).to(dtype), round_keys(k.float(), call.key_mean[:, None, None]).to(dtype)
-    if call.soft_cap is not None or call.alibi_slopes is not None or call.sinks is not None:
+        out = _attend_in_fp8(call, q, k.float() - call.key_mean[:, None, None], v)
+    elif call.soft_cap is not None or call.alibi_slopes is not None or call.sinks is not None:
         out = _attend_unfused(call, q, k, v)
     else:
         shape = (num_kv_heads, group, seq_len, head_dim)
@@ -238,6 +238,19 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
             q, k.expand(shape), v.expand(shape), attn_mask=mask, is_causal=mask is None, scale=call.scale
         )
     call.out[start:stop] = out.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim).to(call.out.dtype)
+
+
+def _attend_in_fp8(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q: [num_kv_heads, group, query_len, head_dim]; k: less its mean; 64 query rows at a time."""
+    query_len, seq_len = q.shape[2], k.shape[2]
+    keys, values = to_e4m3(k).float().transpose(-1, -2) * call.scale, to_e4m3(v).float()
+    hidden = ~_visible(call, query_len, seq_len)
+    pieces = []
+    for first in range(0, query_len, 64):
+        rows = slice(first, first + 64)
+        scores = torch.matmul(rounded_queries(q[:, :, rows]), keys)
+        pieces.append(attend_rounded(scores.masked_fill_(hidden[rows], float("-inf")), values))
+    return torch.cat(pieces, dim=2)
 
 
 def _visible(call: AttentionCall, query_len: int, seq_len: int) -> torch.Tensor:

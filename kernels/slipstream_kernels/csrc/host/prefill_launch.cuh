@@ -6,6 +6,7 @@
 
 #include "host/kernel_launch.h"
 #include "mma/prefill_consumer.cuh"
+#include "mma/prefill_fp8_consumer.cuh"
 #include "pipeline/prefill_convert.cuh"
 #include "pipeline/prefill_load.cuh"
 
@@ -31,7 +32,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
     }
   } else {
     raise_registers<SHAPE::kRegisters>();
-    PrefillConsumer<SHAPE>{p, memory, warpgroup - SHAPE::kFirstMultiplier}.run();
+    using Consumer = std::conditional_t<SHAPE::kHasFp8Values, PrefillFp8Consumer<SHAPE>, PrefillConsumer<SHAPE>>;
+    Consumer{{p, memory, warpgroup - SHAPE::kFirstMultiplier}}.run();
   }
 }
 

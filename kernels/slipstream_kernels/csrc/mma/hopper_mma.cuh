@@ -31,6 +31,11 @@ __device__ __forceinline__ uint64_t columns_operand(uint32_t address, int stride
          (static_cast<uint64_t>(stride >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
+// The same for rows of 64 bytes under the 64-byte swizzle.
+__device__ __forceinline__ uint64_t narrow_rows_operand(uint32_t address) {
+  return (uint64_t{2} << 62) | (uint64_t{kSwizzleUnit >> 5} << 32) | (uint64_t{1} << 16) | ((address & 0x3FFFF) >> 4);
+}
+
 // Keeps the compiler from moving uses of an accumulator over the asm statements around.
 template <int N>
 __device__ __forceinline__ void pin(float (&d)[N]) {
@@ -67,11 +72,13 @@ __device__ __forceinline__ void wait_for_products() {
                "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", 1, 1, 1, 1;\n"                            \
                : OUTPUTS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// Scores: d[64 x 128] (+)= a[64 x 16] b[128 x 16]^T.
+// Scores: d[64 x 128] (+)= a[64 x 16] b[128 x 16]^T; e4m3: over 32 summed columns.
 template <typename T, bool ADDS>
 __device__ __forceinline__ void multiply_rows(float (&d)[64], uint64_t a, uint64_t b) {
 #define SLIPSTREAM_OUTPUTS SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32)
-  if constexpr (__is_same(T, __half)) {
+  if constexpr (__is_same(T, __nv_fp8_e4m3)) {
+    SLIPSTREAM_WGMMA_ROWS_OF("", "m64n128k32", "e4m3.e4m3", SLIPSTREAM_LIST64, "64", "65", "66", SLIPSTREAM_OUTPUTS);
+  } else if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_WGMMA_ROWS("m64n128k16", "f16.f16", SLIPSTREAM_LIST64, "64", "65", "66", SLIPSTREAM_OUTPUTS);
   } else {
     SLIPSTREAM_WGMMA_ROWS("m64n128k16", "bf16.bf16", SLIPSTREAM_LIST64, "64", "65", "66", SLIPSTREAM_OUTPUTS);
@@ -89,7 +96,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[32], uint64_t a, uint64
   }
 }
 
-// The same for 192 rows of b; e4m3: over 32 summed columns.
+// The same for 192 rows of b.
 template <typename T, bool ADDS>
 __device__ __forceinline__ void multiply_rows(float (&d)[96], uint64_t a, uint64_t b) {
 #define SLIPSTREAM_OUTPUTS SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32), SLIPSTREAM_SUMS32(64)
@@ -141,6 +148,16 @@ __device__ __forceinline__ void multiply_columns(float (&d)[32], const uint32_t*
     SLIPSTREAM_WGMMA_COLUMNS("m64n64k16", "bf16.bf16", SLIPSTREAM_LIST32, "32", "33", "34", "35", "36",
                              SLIPSTREAM_SUMS32(0));
   }
+}
+
+// Values of e4m3: d[64 x 128] (+)= a[64 x 32] b[128 x 32]^T; a in registers: of row l / 4 and of the one eight below, the
+// columns 4 (l % 4) to 4 (l % 4) + 3 in two registers, the same sixteen columns later in the next two.
+template <bool ADDS>
+__device__ __forceinline__ void multiply_fp8_values(float (&d)[64], const uint32_t* a, uint64_t b) {
+  asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+               "{" SLIPSTREAM_LIST64 "}, {%64, %65, %66, %67}, %68, add, 1, 1;}\n"
+               : SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADDS ? 1 : 0));
 }
 
 #undef SLIPSTREAM_WGMMA_ROWS_OF

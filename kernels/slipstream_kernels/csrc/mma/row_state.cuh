@@ -16,19 +16,39 @@ struct RowState {
   // Turns scores into probabilities; rescale: what sums so far are to be multiplied by.
   template <int N>
   __device__ __forceinline__ void follow(float (&s)[N], const float (&factor)[2], float (&rescale)[2]) {
-    float shift[2];
+    float top[2] = {maximum[0], maximum[1]}, shift[2];
+    raise(s, top);
+    settle(top, factor, rescale, shift);
+    exponentiate(s, factor, shift);
+  }
+
+  // The largest of a thread's scores and `top`.
+  template <int N>
+  __device__ __forceinline__ static void raise(const float (&s)[N], float (&top)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 2 * r; i < N; i += 4) top[r] = fmaxf(top[r], fmaxf(s[i], s[i + 1]));
+    }
+  }
+
+  // From all lanes' largest scores; shift: what exponents of base 2 are lowered by.
+  __device__ __forceinline__ void settle(const float (&top)[2], const float (&factor)[2], float (&rescale)[2],
+                                         float (&shift)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float old = maximum[r];
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) maximum[r] = fmaxf(maximum[r], fmaxf(s[i], s[i + 1]));
-      maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 1));
+      maximum[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
       maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 2));
       // A row that has seen no key yet: -inf - -inf would be NaN.
       shift[r] = maximum[r] == kNothing ? 0.0f : maximum[r] * factor[r];
       rescale[r] = exp2_fast(old * factor[r] - shift[r]);
       normaliser[r] *= rescale[r];
     }
+  }
+
+  template <int N>
+  __device__ __forceinline__ void exponentiate(float (&s)[N], const float (&factor)[2], const float (&shift)[2]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       s[i] = exp2_fast(__fmaf_rn(s[i], factor[i / 2 % 2], -shift[i / 2 % 2]));

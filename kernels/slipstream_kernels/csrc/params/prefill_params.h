@@ -7,7 +7,7 @@
 struct PrefillParams {
   const void* q;                // [num_tokens, num_q_heads, head_dim], strides below
   const void* key_cache;        // [num_blocks, num_kv_heads, block_size, head_dim]; staged ones: fp16
-  const void* value_cache;      // [num_requests x staged_blocks, num_kv_heads, 64, head_dim]
+  const void* value_cache;      // [num_requests x staged_blocks, num_kv_heads, 64, head_dim], e4m3: [.., head_dim, 64]
   const float* key_scale;       // fp8: [num_kv_heads] or null; int8, int4: [num_blocks, num_kv_heads, block_size]
   const float* value_scale;
   void* out;                    // [num_tokens, num_q_heads, head_dim]

@@ -131,7 +131,7 @@ struct PrefillLoader {
       const Buffer to{memory.values(value_place.stage), memory.value_filled(value_place.stage),
                       memory.value_emptied(value_place.stage), value_place.parity};
       if constexpr (SHAPE::kIsRagged) copy_rows<SHAPE::kSlabs, SHAPE::kSlabs>(&maps.values, work.head, place, to);
-      else copy<SHAPE::kSlabs, kSwizzleBytes, SHAPE::kHasStagedValues>(&maps.values, nullptr, place, to);
+      else copy<SHAPE::kValueSlabs, kSwizzleBytes, SHAPE::kHasStagedValues>(&maps.values, nullptr, place, to);
       value_place.advance();
     }
   }

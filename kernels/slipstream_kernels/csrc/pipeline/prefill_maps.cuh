@@ -42,8 +42,22 @@ struct MapEncoder {
     return encode_tensor_map(map, kCacheType, kSwizzle, IS_KEYS ? p.key_cache : p.value_cache, cache);
   }
 
+  // Blocks of 64 tokens, transposed: a row of each dimension.
+  bool encode_fp8_values(CUtensorMap* map) const {
+    constexpr uint64_t kRow = 1 << kStagedRowsLog2;
+    const uint64_t num_blocks = uint64_t{1} * p.num_requests * p.staged_blocks * p.num_kv_heads;
+    const Extent<3> staged{{kRow, SHAPE::kHeadDim, num_blocks}, {kRow, kRow * SHAPE::kHeadDim},
+                           {kRow, SHAPE::kHeadDim, 1}};
+    return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.value_cache, staged);
+  }
+
+  bool encode_values(CUtensorMap* map) const {
+    if constexpr (SHAPE::kHasFp8Values) return encode_fp8_values(map);
+    else return encode_cache<false>(map);
+  }
+
   bool run(PrefillMaps* maps) const {
-    return encode_queries(&maps->q) && encode_cache<true>(&maps->keys) && encode_cache<false>(&maps->values);
+    return encode_queries(&maps->q) && encode_cache<true>(&maps->keys) && encode_values(&maps->values);
   }
 };
 

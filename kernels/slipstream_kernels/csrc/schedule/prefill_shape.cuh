@@ -16,7 +16,8 @@ namespace slipstream {
 // kFp8, kInt8, kInt4: the cache, as fp16 operands that a warpgroup of the CTA makes of each tile.
 // kStaged: fp16 copies of the requests' blocks (sm90_prefill_stage.cu).
 // kFp8Keys: keys of e4m3 as the cache holds them, multiplied by queries rounded to e4m3; values are staged.
-enum class PrefillKv { k16Bit = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3, kStaged = 4, kFp8Keys = 5 };
+// kAllFp8: the same, and probabilities are rounded to e4m3, too; staged values are e4m3, transposed (stage_fp8.py).
+enum class PrefillKv { k16Bit = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3, kStaged = 4, kFp8Keys = 5, kAllFp8 = 6 };
 
 // Tokens of a block of staged keys or values.
 constexpr int kStagedRowsLog2 = 6;
@@ -39,7 +40,8 @@ struct PrefillShape {
   using Maps = PrefillMaps;
   static constexpr bool kIsRagged = false;
   static constexpr bool kIsConverted = KV == PrefillKv::kFp8 || KV == PrefillKv::kInt8 || KV == PrefillKv::kInt4;
-  static constexpr bool kHasFp8Keys = KV == PrefillKv::kFp8Keys;
+  static constexpr bool kHasFp8Values = KV == PrefillKv::kAllFp8;
+  static constexpr bool kHasFp8Keys = KV == PrefillKv::kFp8Keys || kHasFp8Values;
   static constexpr bool kHasStagedKeys = KV == PrefillKv::kStaged;
   static constexpr bool kHasStagedValues = kHasStagedKeys || kHasFp8Keys;
   static constexpr bool kHasTokenScales = KV == PrefillKv::kInt8 || KV == PrefillKv::kInt4;
@@ -55,16 +57,18 @@ struct PrefillShape {
   static constexpr int kFirstMultiplier = kIsConverted ? 2 : 1;
   static constexpr int kThreads = 128 * (kFirstMultiplier + kWarpgroups);
   static constexpr int kRows = 64 * kWarpgroups;
-  static constexpr int kKeys = HEAD_DIM == 128 && !kIsConverted ? 192 : 128;
-  static constexpr int kSlabs = HEAD_DIM / 64;  // of values, and of outputs
+  static constexpr int kKeys = kHasFp8Values ? 256 : HEAD_DIM == 128 && !kIsConverted ? 192 : 128;
+  static constexpr int kSlabs = HEAD_DIM / 64;  // of outputs, and of 16-bit values
   static constexpr int kQuerySlabs = kSlabs;
   static constexpr int kKeySlabs = HEAD_DIM * static_cast<int>(sizeof(KeyOperand)) / kSwizzleBytes;
+  static constexpr int kValueSlabs = kHasFp8Values ? kSlabs / 2 : kSlabs;  // transposed ones have as many bytes
+  static constexpr float kProbsLog2 = kHasFp8Values ? 8.0f : 0.0f;  // what probabilities are multiplied by
   static constexpr int kStages = 2;
   static constexpr int kQuerySlab = kRows * kSwizzleBytes;
   static constexpr int kKeySlab = kKeys * kSwizzleBytes;
   static constexpr int kQueryBytes = kQuerySlabs * kQuerySlab;
   static constexpr int kKeyBytes = kKeySlabs * kKeySlab;
-  static constexpr int kValueBytes = kSlabs * kKeySlab;
+  static constexpr int kValueBytes = kValueSlabs * kKeySlab;
   static constexpr int kConverterWarps = kIsConverted ? 4 : 0;
   static constexpr int kRawStages = kIsConverted ? 3 : 0;
   static constexpr int kRawRowBytes = 64 * KvFormat<kKvType>::kBits / 8;
