@@ -4,9 +4,10 @@
 // are promoted to fp32 registers every 128 columns (arXiv:2412.19437, 3.3.2), where scales of blocks are applied.
 #pragma once
 
-#include "schedule/swap_ab_shape.cuh"
 #include "mma/hopper_mma.cuh"
 #include "mma/wgmma_shared.cuh"
+#include "pipeline/dynamic_pipeline_state.cuh"
+#include "schedule/swap_ab_shape.cuh"
 
 namespace slipstream {
 

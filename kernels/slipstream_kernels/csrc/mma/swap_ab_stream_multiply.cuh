@@ -4,6 +4,7 @@
 
 #include "mma/hopper_mma.cuh"
 #include "mma/wgmma_shared.cuh"
+#include "pipeline/dynamic_pipeline_state.cuh"
 #include "schedule/swap_ab_stream_shape.cuh"
 
 namespace slipstream {
@@ -20,7 +21,7 @@ struct StreamConsumer {
 
   const StreamMemory<SHAPE> memory;
   const int warpgroup;
-  StreamState state = {};
+  DynamicPipelineState state = {};
 
   __device__ __forceinline__ void multiply(int num_chunks, StreamSums<SHAPE>& sums) {
     sums = {};

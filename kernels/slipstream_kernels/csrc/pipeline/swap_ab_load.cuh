@@ -6,8 +6,9 @@
 // rounds late, and would wait for a parity that has come and gone.
 #pragma once
 
-#include "schedule/swap_ab_shape.cuh"
+#include "pipeline/dynamic_pipeline_state.cuh"
 #include "ptx/dependent_launch.cuh"
+#include "schedule/swap_ab_shape.cuh"
 
 // A test names a producer warp that is late (tests/kernels/test_swap_ab_gemm.py).
 #ifndef SLIPSTREAM_LATE_WARP

@@ -2,6 +2,7 @@
 // A stage has one copy of weights and one of tokens, each a single box.
 #pragma once
 
+#include "pipeline/dynamic_pipeline_state.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "schedule/swap_ab_stream_shape.cuh"
 
@@ -22,7 +23,7 @@ struct StreamProducer {
   // A position in the CTA's run.
   struct Walk {
     int num_stages, num_chunks, left, tile, chunk;
-    StreamState state = {};
+    DynamicPipelineState state = {};
 
     __device__ __forceinline__ Walk(const StreamWork& work, int num_stages)
         : num_stages(num_stages), num_chunks(static_cast<int>(work.runs.num_chunks)), left(work.end - work.begin),

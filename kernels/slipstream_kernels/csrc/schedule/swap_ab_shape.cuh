@@ -178,14 +178,4 @@ struct SwapAbMemory {
   }
 };
 
-// A position in a ring of num_stages buffers, and the parity of its current round.
-struct DynamicPipelineState {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int num_stages) {
-    if (++stage == num_stages) stage = 0, parity ^= 1;
-  }
-};
-
 }  // namespace slipstream
