@@ -93,7 +93,7 @@ def test_same_bits_in_every_run(weights: str) -> None:
 def test_a_late_producer_warp_is_waited_for(warp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the third warp of weights has no box of any stage. Two rounds late it would wait for ever."""
     defines = cuda_cluster.defines
-    monkeypatch.setattr(cuda_cluster, "defines", lambda *kind: (*defines(*kind), f"SLIPSTREAM_LATE_WARP={warp}"))
+    monkeypatch.setattr(cuda_cluster, "defines", lambda *kind: (*defines(*kind), f"SLIPSTREAM_LATE_PRODUCER={warp}"))
     case = draw_case(Case(32, 8192, 4096, "channel", False, torch.bfloat16), torch.device("cuda"))
     x, case = quantised(case)
     expected = exact(case)

@@ -7,13 +7,9 @@
 #pragma once
 
 #include "pipeline/dynamic_pipeline_state.cuh"
+#include "pipeline/late_producer.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "schedule/swap_ab_shape.cuh"
-
-// A test names a producer warp that is late (tests/kernels/test_swap_ab_gemm.py).
-#ifndef SLIPSTREAM_LATE_WARP
-#define SLIPSTREAM_LATE_WARP -1
-#endif
 
 namespace slipstream {
 
@@ -46,7 +42,7 @@ struct SwapAbProducer {
   __device__ __forceinline__ void run() const {
     if (warp == 0) await_previous();
     for (Walk walk{work, memory.num_stages}; walk.has_more(); walk.advance()) {
-      if (warp == SLIPSTREAM_LATE_WARP) __nanosleep(20000);
+      delay_late_producer(warp);
       wait_barrier(memory.empty(walk.state.stage), walk.state.parity ^ 1);   // passes at once in the first round
       if (warp == 0) load_tokens(walk);
       else load_weights(walk);

@@ -3,18 +3,16 @@
 #pragma once
 
 #include "pipeline/dynamic_pipeline_state.cuh"
+#include "pipeline/late_producer.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "schedule/swap_ab_stream_shape.cuh"
-
-// For tests: the producer (0: of weights, 1: of tokens) that comes late to every stage.
-#ifndef SLIPSTREAM_LATE_PRODUCER
-#define SLIPSTREAM_LATE_PRODUCER -1
-#endif
 
 namespace slipstream {
 
 template <typename SHAPE>
 struct StreamProducer {
+  static constexpr int kWeights = 0, kTokens = 1;   // producers, as a test numbers them
+
   const SwapAbStreamParams& p;
   const StreamMaps& maps;
   const StreamMemory<SHAPE> memory;
@@ -47,7 +45,7 @@ struct StreamProducer {
     while (walk.left > 0) {
       const int stage = walk.state.stage;
       wait_barrier(memory.empty(stage), walk.state.parity ^ 1);   // passes at once in the first round
-      if constexpr (SLIPSTREAM_LATE_PRODUCER == 0) __nanosleep(20000);
+      delay_late_producer(kWeights);
       arrive_expecting(memory.full(stage), bytes);
       copy_box(memory.weights(stage), &maps.weights, memory.full(stage), kReadOnce, walk.chunk * 128, 16 * unit);
       if (walk.advance()) unit = work.begin_unit(p, walk.tile);   // divides: once a tile
@@ -60,7 +58,7 @@ struct StreamProducer {
     for (Walk walk(work, memory.num_stages); walk.left > 0; walk.advance()) {
       const int stage = walk.state.stage;
       wait_barrier(memory.empty(stage), walk.state.parity ^ 1);
-      if constexpr (SLIPSTREAM_LATE_PRODUCER == 1) __nanosleep(20000);
+      delay_late_producer(kTokens);
       arrive_expecting(memory.full(stage), SHAPE::kTokenBytes);
       copy_box(memory.tokens(stage), &maps.tokens, memory.full(stage), kReadOften, walk.chunk * 128, 0);
     }
