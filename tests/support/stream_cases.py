@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.fp8 import BLOCK
 from slipstream_kernels.gemm.reference.scaled_mm import dequantize_rows, dequantize_weight
 from tolerances import SCALED_MM
 
@@ -27,6 +28,16 @@ class Case:
 class Drawn:
     what: Case
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def swap_ab_shapes(weights: str) -> list[tuple[int, int]]:
+    """(out, in) features of products with weights as the A operand, for weights as in Case.
+
+    Several passes or tiles of a CTA; odd numbers of units (16 rows) and of chunks (128 bytes of a row); sums that end
+    inside a chunk, which blocks do not allow; fewer rows than CTAs; two units.
+    """
+    shapes = [(6144, 4096), (1072, 1152), (2064, 1040), (160, 256), (32, 128)]
+    return [(out, summed) for out, summed in shapes if weights != "block" or summed % BLOCK == 0]
 
 
 def draw_case(what: Case, device: torch.device) -> Drawn:
