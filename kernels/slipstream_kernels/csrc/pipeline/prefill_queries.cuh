@@ -2,8 +2,6 @@
 // of 64 columns under the 128-byte swizzle.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "mma/hopper_mma.cuh"
 #include "mma/warp_mma.cuh"
 

@@ -5,9 +5,6 @@
 // run of it, so a run may begin and end inside of tiles. A segment is what a run has of one tile.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
-
 #include "params/swap_ab_stream_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/hopper_copy.cuh"
