@@ -119,6 +119,21 @@ struct Int4Codes<__half> {
   }
 };
 
+// A lane's packed scale words of a tile's block: of each group those of rows l / 4 and l / 4 + 8.
+template <int GROUPS>
+struct PackedScales {
+  uint32_t words[GROUPS][2];
+
+  // from: [row][group] in shared memory.
+  __device__ __forceinline__ void load(uint32_t from, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i) {
+      const int row = lane / 4 + 8 * (i % 2);
+      words[i / 2][i % 2] = load_shared_4(from + (row * GROUPS + i / 2) * 4);
+    }
+  }
+};
+
 // 4-bit weights beside e4m3 tokens, in the order of slipstream_kernels/w4a8_layout.py: a lane has the 16 bytes of a phase
 // side by side. A nibble in the low bits of e4m3 is code / 512, exactly: three instructions for eight codes; a zero point
 // is a multiple of the activations' sum. A packed word is fp16 512 * scale of a row and group, and fp16 -zero / 512 above.
@@ -128,20 +143,14 @@ struct W4A8 {
   static constexpr WeightOrder kOrder = WeightOrder::kBlocks;
   static constexpr bool kIsScaledInside = true;
   static constexpr int kPhases = 2, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
-  struct Scales {
-    uint32_t words[GROUPS][2];   // of rows l / 4 and l / 4 + 8
-  };
+  using Scales = PackedScales<GROUPS>;
   uint4 raw[kPhases];
   Scales scales;
 
   __device__ __forceinline__ void load(uint32_t tile, uint32_t words, int lane) {
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_16(tile + 512 * i + 16 * lane);
-#pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) {
-      const int row = lane / 4 + 8 * (i % 2);
-      scales.words[i / 2][i % 2] = load_shared_4(words + (row * GROUPS + i / 2) * 4);
-    }
+    scales.load(words, lane);
   }
 
   __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
@@ -172,19 +181,14 @@ struct PackedW4A16 {
   using Operand = T;
   static constexpr WeightOrder kOrder = WeightOrder::kTiles;
   static constexpr int kPhases = 4, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
-  struct Scales {
-    uint32_t words[GROUPS][2];   // of rows l / 4 and l / 4 + 8
-  };
+  using Scales = PackedScales<GROUPS>;
   uint2 raw[kPhases];
   Scales scales;
 
   __device__ __forceinline__ void load(uint32_t tile, uint32_t words, int lane) {
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_8(tile + 256 * i + 8 * lane);
-#pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) {
-      scales.words[i / 2][i % 2] = load_shared_4(words + ((lane / 4 + 8 * (i % 2)) * GROUPS + i / 2) * 4);
-    }
+    scales.load(words, lane);
   }
 
   __device__ __forceinline__ void pin() {
