@@ -2,7 +2,7 @@
 
 `python -m slipstream_kernels.bench_prefill`.  Random data; causal work only is counted; `contiguous` is the same with
 the blocks of each request in order.  After the library's: the same prompts over quantised caches, staging included;
-`fp8 queries` lets queries be rounded.
+`keys in fp8` lets queries be rounded, `all in fp8` probabilities (and keys and values of a bf16 cache), too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Shape:
 
 SHAPES = (
     [Shape(length, length) for length in (1024, 2048, 4096, 8192, 16384, 32768)]
-    + [Shape(2048, 2048, batch=8), Shape(2048, 8192), Shape(2048, 32768)]
+    + [Shape(2048, 2048, batch=8), Shape(2048, 8192), Shape(2048, 32768), Shape(8192, 65536)]
     + [Shape(8192, 8192, num_q_heads=40, num_kv_heads=40), Shape(8192, 8192, head_dim=64)]
 )
 
@@ -87,9 +87,9 @@ def paged_call(
     backend: str,
     is_shuffled: bool = True,
     kv_dtype: torch.dtype = torch.bfloat16,
-    fp8_queries: bool = False,
+    rounds: tuple[str, ...] = (),
 ) -> Callable[[], torch.Tensor]:
-    """A call of ops.paged_attention over a cache of its own."""
+    """A call of ops.paged_attention over a cache of its own.  rounds: of fp8_queries, fp8_probs and key_mean."""
     cache = random_cache(shape, kv_dtype)
     num_blocks = cache.key.shape[0]
     order = torch.randperm(num_blocks, device="cuda") if is_shuffled else torch.arange(num_blocks, device="cuda")
@@ -98,6 +98,7 @@ def paged_call(
     starts = torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device="cuda")
     lengths = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device="cuda")
     tables = order.int().view(shape.batch, -1)
+    mean = torch.zeros(shape.num_kv_heads, shape.head_dim, device="cuda") if "key_mean" in rounds else None
 
     def run() -> torch.Tensor:
         return paged_attention(
@@ -112,7 +113,9 @@ def paged_call(
             scale=shape.head_dim**-0.5,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
-            fp8_queries=fp8_queries,
+            fp8_queries="fp8_queries" in rounds,
+            fp8_probs="fp8_probs" in rounds,
+            key_mean=mean,
             backend=backend,
         )
 
@@ -142,7 +145,9 @@ def calls(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
         versions.update({name: library_call(shape, backend) for name, backend in LIBRARY.items()})
     for name, kv_dtype in QUANTIZED_KV_DTYPES.items():
         versions[name] = paged_call(shape, "cuda", kv_dtype=kv_dtype)
-    versions["fp8 queries"] = paged_call(shape, "cuda", kv_dtype=torch.float8_e4m3fn, fp8_queries=True)
+    for name, rounds in (("keys in fp8", ("fp8_queries",)), ("all in fp8", ("fp8_queries", "fp8_probs"))):
+        versions[f"fp8_e4m3, {name}"] = paged_call(shape, "cuda", kv_dtype=torch.float8_e4m3fn, rounds=rounds)
+    versions["bf16, all in fp8"] = paged_call(shape, "cuda", rounds=("key_mean",))
     return versions
 
 

@@ -111,6 +111,7 @@ GPU_CASES = {
 @pytest.fixture
 def always_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_stage, "MIN_QUERY_LEN", 0)
+    monkeypatch.setattr(prefill_stage, "MIN_FP8_SEQ_LEN", 0)
     monkeypatch.setattr(prefill_stage, "MAX_RATIO", 1 << 20)
 
 

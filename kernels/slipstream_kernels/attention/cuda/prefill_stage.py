@@ -18,6 +18,9 @@ KV_TYPES = {FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
 # Query tokens of a request, on average, from which a copy of its blocks is worth a launch: about 20 us for 32k tokens
 # of 8 heads, of which the faster kernel wins back a fifth of its time.
 MIN_QUERY_LEN = 1536
+# Tokens of the longest request from which both products in FP8 are faster than the first one alone: 2,048 are 0.94
+# times as fast, 4,096 1.1 times (bench_prefill).
+MIN_FP8_SEQ_LEN = 4096
 # Bytes of the copies over those of q: the memory plan counts twice as much for what comes after attention.
 MAX_RATIO = 12
 
@@ -55,7 +58,8 @@ def pays(call: AttentionCall, with_keys: bool) -> bool:
 def pays_in_fp8(call: AttentionCall) -> bool:
     """Whether values should be staged as e4m3, and keys of a 16-bit cache, too."""
     is_long = call.q.shape[0] >= MIN_QUERY_LEN * call.seq_lens.shape[0]
-    return is_long and _fits(call, 0.5 if call.key_cache.dtype == FP8_DTYPE else 1)
+    is_worth_it = is_long and call.max_seq_len >= MIN_FP8_SEQ_LEN
+    return is_worth_it and _fits(call, 0.5 if call.key_cache.dtype == FP8_DTYPE else 1)
 
 
 def _fits(call: AttentionCall, num_copies: float) -> bool:
