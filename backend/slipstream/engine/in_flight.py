@@ -19,7 +19,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.worker.interface import StepResult
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class InFlightStep:
     """A step that is launched and not yet read. draft_methods: heads that draft after it.
 
@@ -36,7 +36,7 @@ class InFlightStep:
     indices: Sequence[int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledStep:
     """token_ids: aligned with step.requests, empty for those that do not sample. logprobs: by sequence id, per token.
 

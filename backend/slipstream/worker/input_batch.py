@@ -52,7 +52,7 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 NONE_PENDING = PendingRows(NO_ROWS, NO_ROWS, True)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepArrays:
     """ForwardBatch's fields on the host.
 

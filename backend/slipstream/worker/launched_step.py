@@ -1,4 +1,7 @@
-"""The state of a step on the device, from its tensors to its sampled tokens. Engine thread."""
+"""The state of a step on the device, from its tensors to its sampled tokens. Engine thread.
+
+What every step makes is not frozen, though nobody changes it: a frozen one takes eight times as long to make.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from slipstream.worker.sample.logprobs import NO_PROMPTS, TakenPrompts
 from slipstream.worker.sample.sampler import PendingTokens
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepTensors:
     """graph: the shape of the CUDA graph that the tensors belong to and are padded to; None: the step runs eagerly.
 
@@ -64,7 +67,7 @@ class ComputedRows:
     graph: GraphShape | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LaunchedSample:
     """The sampled tokens of a launched step, being copied to the host. tokens: None if nothing is sampled.
 
@@ -90,7 +93,7 @@ class LaunchedSample:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RunningStep:
     """A step whose forward pass is launched. asks_prompt_logprobs: a known request wants prompt log-probabilities."""
 

@@ -45,7 +45,7 @@ class _Staged:
     masks: GrammarMasks | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Launched:
     running: RunningStep
     sample: LaunchedSample
