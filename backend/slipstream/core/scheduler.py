@@ -104,9 +104,11 @@ class Scheduler:
         self.add_all((request,), now)
 
     def add_all(self, requests: Sequence[Request], now: float | None = None) -> None:
-        """Queue all sequences of one client request, or none. Raises RequestError, CapacityError. now: monotonic s."""
+        """Queue all sequences of one client request, or none. Raises RequestError, CapacityError. now: monotonic s.
+        Those with stop conditions have been found to fit, by the thread that brought them."""
         for request in requests:
-            request.stop_conditions = check_fits(request, self.config, self.cache, self.max_model_len)
+            if request.stop_conditions is None:
+                request.stop_conditions = check_fits(request, self.config, self.cache, self.max_model_len)
         check_capacity(self, 0, len(requests))
         now = time.monotonic() if now is None else now
         for request in requests:

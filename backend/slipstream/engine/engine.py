@@ -135,6 +135,7 @@ class Engine:
         for sequence in sequences:
             stop = check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
         if request.params.beam_width > 1:
+            sequence.stop_conditions = stop
             sequences = [first_step(request, stop, self.spec.vocab_size)]
         self.scheduler.cache.hash_prompt(sequences)
         with self._wake:
