@@ -194,3 +194,40 @@ def test_a_wrong_guess_changes_nothing(seed: int) -> None:
         assert cache.find_prefix(request).blocks == expected
         compute(cache, request)
         cache.free(request)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_blocks_of_many_decodes_are_published_as_those_of_each(seed: int, is_cached: bool) -> None:
+    """Two caches, one told of all requests at once. Some have the same tokens, no block yet, or more than one."""
+    dice = random.Random(seed)
+    prompts = [[dice.randrange(2)] * dice.choice([1, 3, 4, 9]) for _ in range(12)]
+    caches = [KVCacheManager(400, SIZE, is_cached) for _ in range(2)]
+    groups = [[make_request(list(prompt)) for prompt in prompts] for _ in caches]
+    for cache, requests in zip(caches, groups):
+        for request in requests:
+            compute(cache, request)
+    for _ in range(30):
+        chosen = dice.sample(range(12), 5)
+        news = [[dice.randrange(2)] * dice.choice([1, 1, 1, 9]) for _ in chosen]
+        for cache, requests in zip(caches, groups):
+            decoding = [requests[index] for index in chosen]
+            for request, new in zip(decoding, news):
+                request.token_ids += new
+                assert cache.allocate(request, request.num_tokens)
+                request.num_computed_tokens = request.num_tokens - 1
+            if cache is caches[0]:
+                cache.commit_filled(decoding)
+            else:
+                for request in decoding:
+                    cache.commit(request)
+        assert _published(caches[0], groups[0]) == _published(caches[1], groups[1])
+        caches[0].pool.check()
+    assert any(request.num_published_blocks > 2 for request in groups[0]) is is_cached
+
+
+def _published(cache: KVCacheManager, requests: list[Request]) -> list[tuple[int, list[bytes], list[int | None]]]:
+    return [
+        (one.num_published_blocks, one.block_hashes, [cache.pool.find(block_hash) for block_hash in one.block_hashes])
+        for one in requests
+    ]

@@ -163,9 +163,9 @@ class DecodeRun:
             known += new_token_ids
             request.num_output_placeholders -= 1
             clock.last_token_ns = now_ns
-        for request in self._filled:
-            self._cache.commit(request)
-        self._filled = []
+        if self._filled:
+            self._cache.commit_filled(self._filled)
+            self._filled = []
         note_decodes(stats, len(requests), last_ns, now_ns)
         outputs = list(map(StepOutput, requests, sampled))
         for index in _to_look_at(sampled, last, rows.stop_ids):

@@ -15,7 +15,7 @@ from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.host_loads import HostLoads
 from slipstream.core.kv_events import DEVICE, AllCleared, BlockRemoved, BlockStored, KVEventSink
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
-from slipstream.core.prefix import IN_HOST_MEMORY, Prefix, hash_block, hash_root
+from slipstream.core.prefix import IN_HOST_MEMORY, Prefix, grow_hashes, hash_block
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.core.window_blocks import WindowBlocks, group_hash
@@ -92,7 +92,7 @@ class KVCacheManager:
     def hash_prompt(self, sequences: Sequence[Request]) -> None:
         """Hash the prompt shared by these sequences once, before they are added. Any thread: changes no own state."""
         if self.enable_prefix_caching:
-            self._grow_hashes(sequences[0], sequences[0].num_tokens)
+            grow_hashes(sequences[0], sequences[0].num_tokens, self.block_size)
             for other in sequences[1:]:
                 other.block_hashes = list(sequences[0].block_hashes)
 
@@ -100,7 +100,7 @@ class KVCacheManager:
         """The request's longest cached prefix, at most (num_tokens - 1) // block_size blocks. Takes no reference."""
         if not self._may_match(request):
             return Prefix([])
-        self._grow_hashes(request, request.num_tokens)
+        grow_hashes(request, request.num_tokens, self.block_size)
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         if self.groups.num_groups > 1:
             return self._found_in_all(hashes)
@@ -186,7 +186,7 @@ class KVCacheManager:
     def take_copies(self, step: ScheduledStep) -> BlockCopies:
         """The copies between device and host to make before this step computes."""
         host = self.host
-        return BlockCopies() if host is None else host.take_copies(step.written_blocks(self.block_size))
+        return step.copies if host is None else host.take_copies(step.written_blocks(self.block_size))
 
     # ---- while a request runs
 
@@ -224,18 +224,36 @@ class KVCacheManager:
         """Publish the blocks filled with computed tokens to the prefix cache."""
         if not self.enable_prefix_caching:
             return
-        num_full = request.num_computed_tokens // self.block_size
-        self._grow_hashes(request, num_full * self.block_size)
-        for index in range(request.num_published_blocks, num_full):
-            block_hash = request.block_hashes[index]
-            if self.groups.num_groups == 1:
+        num_full, num_published = request.num_computed_tokens // self.block_size, request.num_published_blocks
+        if num_full <= num_published:
+            return
+        grow_hashes(request, num_full * self.block_size, self.block_size)
+        hashes, has_one_group = request.block_hashes, self.groups.num_groups == 1
+        for index in range(num_published, num_full):
+            block_hash = hashes[index]
+            if has_one_group:
                 is_new = self.pool.publish(request.block_ids[index], block_hash)
             else:
                 is_new = self._publish_all(request, index)
             if is_new and self._events is not None:
                 self._tell_stored(request, index)
             self._computing.pop(block_hash, None)
-        request.num_published_blocks = max(request.num_published_blocks, num_full)
+        request.num_published_blocks = num_full
+
+    def commit_filled(self, requests: Sequence[Request]) -> None:
+        """`commit` of decodes, each of which has filled a block: a hash, and an entry in the pool."""
+        size, publish, computing = self.block_size, self.pool.publish, self._computing
+        is_plain = self.enable_prefix_caching and self.groups.num_groups == 1 and self._events is None
+        for request in requests:
+            hashes, index = request.block_hashes, request.num_published_blocks
+            if not (is_plain and 0 < index == len(hashes) == request.num_computed_tokens // size - 1):
+                self.commit(request)
+                continue
+            block_hash = hash_block(hashes[-1], request.token_ids[index * size : (index + 1) * size])
+            hashes.append(block_hash)
+            publish(request.block_ids[index], block_hash)
+            computing.pop(block_hash, None)
+            request.num_published_blocks = index + 1
 
     def free(self, request: Request) -> None:
         """Release all blocks, if any; published content can be found until it is evicted."""
@@ -334,15 +352,6 @@ class KVCacheManager:
         """False for prompt log-probabilities, which need every prompt token computed."""
         needs_all = request.params.prompt_logprobs is not None and request.num_output_tokens == 0
         return self.enable_prefix_caching and not needs_all
-
-    def _grow_hashes(self, request: Request, num_tokens: int) -> None:
-        hashes, size = request.block_hashes, self.block_size
-        if len(hashes) >= num_tokens // size:
-            return
-        parent = hashes[-1] if hashes else hash_root(request.prefix_key)
-        for start in range(len(hashes) * size, num_tokens - size + 1, size):
-            parent = hash_block(parent, request.token_ids[start : start + size])
-            hashes.append(parent)
 
     def _share(self, request: Request, prefix: Prefix) -> int:
         assert not request.block_ids, "a prefix is matched before anything is allocated"

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from slipstream.core.request import Request
+
 IN_HOST_MEMORY = -1
 _HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of a full block after `parent` (the previous block's hash, or `hash_root`). Stable across processes."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=_HASH_BYTES).digest()
+    return hashlib.blake2b(array("q", token_ids), key=parent, digest_size=_HASH_BYTES).digest()
 
 
 def salted_key(salt: str) -> bytes:
@@ -28,6 +30,17 @@ def salted_key(salt: str) -> bytes:
 def hash_root(prefix_key: bytes) -> bytes:
     """The parent hash of a first block. prefix_key: see Request."""
     return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
+
+
+def grow_hashes(request: Request, num_tokens: int, block_size: int) -> None:
+    """Append the hashes that are missing of the full blocks among its first num_tokens."""
+    hashes = request.block_hashes
+    if len(hashes) >= num_tokens // block_size:
+        return
+    parent = hashes[-1] if hashes else hash_root(request.prefix_key)
+    for start in range(len(hashes) * block_size, num_tokens - block_size + 1, block_size):
+        parent = hash_block(parent, request.token_ids[start : start + block_size])
+        hashes.append(parent)
 
 
 @dataclass(slots=True)
