@@ -222,10 +222,11 @@ class PrefillBudget:
         """`take` for a prompt that begins behind num_computed cached tokens.
 
         Where a bound is set that a whole chunk would pass, one token begins, and layers of chunks follow."""
-        is_strict = self._pace is not None and not self._pace.least_share
-        is_dear = self._is_dear(_weight(num_computed, self._parity), min(MIN_CHUNK, self._limit, num_missing, budget))
-        if is_strict and is_dear and self._layered.takes(request, num_missing):
-            budget = min(budget, 1)
+        if self._pace is not None and not self._pace.least_share:
+            first = min(MIN_CHUNK, self._limit, num_missing, budget)
+            is_dear = self._is_dear(_weight(num_computed, self._parity), first)
+            if is_dear and self._layered.takes(request, num_missing):
+                budget = min(budget, 1)
         return self.take(num_computed, num_missing, budget)
 
     def take_layers(self, request: Request, num_missing: int, budget: int) -> bool:

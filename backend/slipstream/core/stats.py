@@ -280,7 +280,11 @@ class Stats:
 
     def observe(self, metric: Metric, value: float) -> None:
         """Add one value, in the histogram's unit."""
-        self.observations(metric).append(value)
+        seen = self._values.observations.get(metric)
+        if seen is None:
+            self._values.observations[metric] = [value]
+        else:
+            seen.append(value)
 
     def observations(self, metric: Metric) -> list[float]:
         """The list that `observe` appends to; valid until the next publish."""

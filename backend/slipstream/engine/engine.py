@@ -52,6 +52,7 @@ from slipstream.worker.null_worker import NullWorker
 logger = logging.getLogger(__name__)
 
 _GAUGE_PERIOD_S = 0.25
+_NO_STEP = ScheduledStep()
 _HELD_WAIT_S = 0.002  # for grammars, while nothing else is to be done
 
 
@@ -134,8 +135,8 @@ class Engine:
         sequences = self._input_processor.prepare(request)
         for sequence in sequences:
             stop = check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
-        if request.params.beam_width > 1:
             sequence.stop_conditions = stop
+        if request.params.beam_width > 1:
             sequences = [first_step(request, stop, self.spec.vocab_size)]
         self.scheduler.cache.hash_prompt(sequences)
         with self._wake:
@@ -191,7 +192,7 @@ class Engine:
         outputs: list[StepOutput] = []
         if self.error is not None:
             return outputs
-        step = ScheduledStep()
+        step = _NO_STEP
         try:
             start = time.monotonic()
             self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from operator import ge
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, ge
 
 from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.step import ScheduledStep
 from slipstream.worker.interface import AcceptedBranches, LayeredInput, NewRequest, StepInput, Updates
+
+_sequence_id: Callable[[Request], int] = attrgetter("sequence_id")
 
 
 class StepInputs:
@@ -115,7 +117,7 @@ class StepInputs:
         """While a step has the requests of the one before, the same list: the worker then knows at a glance."""
         if requests != self._last_requests:  # by identity
             self._last_requests = requests[:]
-            self._last_ids = [request.sequence_id for request in requests]
+            self._last_ids = list(map(_sequence_id, requests))
         return self._last_ids
 
     def _new_blocks(self, requests: Sequence[Request], new_requests: list[NewRequest]) -> dict[int, list[int]]:
