@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from slipstream.core.kv_groups import KVGroups
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
@@ -142,6 +143,59 @@ def test_pending_tokens_are_found_where_the_step_before_has_drawn_them(seed: int
         drawn = {one: dice.randrange(1000) for one in drawing}
         sampled = builder.sampled(step, torch.tensor(list(drawn.values()), dtype=torch.int64))
         assert sampled.sequence_ids == drawing
+
+
+def test_a_token_of_a_step_before_the_last_is_refused() -> None:
+    """Its row of the block tables is known from that step."""
+    builder = BatchBuilder(4, BlockTables(4, 40), CPU)
+    for one in (1, 2, 3):
+        builder.tables.put(one, [one])
+    for ids in ([1, 2, 3], [2, 3]):
+        sampled = builder.sampled(_decodes(ids), torch.tensor(ids))
+    assert builder.build(_decodes([3, 2], [0, 1]), sampled).token_ids.tolist() == [3, 2]
+    with pytest.raises(AssertionError, match="another step"):
+        builder.build(_decodes([1, 2], [0, 1]), sampled)
+    with pytest.raises(AssertionError, match="another step"):
+        builder.build(_decodes([1], [0]), builder.sampled(_decodes([]), torch.tensor([])))
+
+
+def _decodes(ids: list[int], pending: list[int] | None = None) -> StepInput:
+    count = len(ids)
+    return StepInput(0, ids, [3] * count, [1] * count, [0] * count, [True] * count, [0] * count, 0, pending or [])
+
+
+@pytest.mark.parametrize("groups", [KVGroups(), KVGroups(1, 1, 8, 8, (0, 1)), KVGroups(2, 0, 0, 0, (0, 1))], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_block_tables_hold_their_requests_blocks_and_nothing_else(seed: int, groups: KVGroups) -> None:
+    """Against lists. Rows go from long requests to short ones, and a preempted request comes back with fewer blocks."""
+    dice, tables, numbers = random.Random(seed), BlockTables(2, 24, groups), itertools.count()
+    known: dict[int, tuple[list[int], list[int]]] = {}
+    for _ in range(300):
+        one = dice.choice([*known, next(numbers)])
+        deed = dice.choice(["put", "extend", "drop"])
+        new = [dice.randrange(999) for _ in range(groups.num_full * dice.randrange(0, 6))]
+        windowed = [dice.randrange(999) for _ in range(groups.num_windowed * dice.randrange(0, 6))]
+        if deed == "put":
+            tables.put(one, new, windowed)
+            known[one] = new, windowed
+        elif deed == "drop":
+            tables.drop([one])
+            known.pop(one, None)
+        elif one in known and max(map(len, known[one])) < 24 * groups.num_full // 2:
+            tables.extend_all({one: new})
+            tables.extend_windows(one, windowed)
+            known[one] = known[one][0] + new, known[one][1] + windowed
+        if not known:
+            continue
+        ids = dice.sample(list(known), len(known))
+        others = tables.gather_others(ids)
+        found = [tables.gather(ids)] if others is None else [tables.gather(ids), *others]
+        for place, one in enumerate(ids):
+            blocks = [known[one][0][group :: groups.num_full] for group in range(groups.num_full)]
+            blocks += [known[one][1]] * groups.num_windowed
+            for table, expected in zip(found, blocks, strict=True):
+                row, width = table[place].tolist(), table.shape[1]
+                assert row == (expected + [-1] * width)[:width]
 
 
 def _build(builder: BatchBuilder, step: StepInput) -> ForwardBatch:

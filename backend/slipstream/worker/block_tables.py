@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,6 +12,13 @@ from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 
 # On CUDA block tables are multiples of this wide: kernels are compiled once, for strides that 16 divides.
 TABLE_STEP = 16
+
+T = TypeVar("T")
+
+
+def values_of(known: Mapping[int, T], keys: Sequence[int]) -> Sequence[T]:
+    """The value of each key, in a third of a comprehension's time."""
+    return itemgetter(*keys)(known) if len(keys) > 1 else [known[key] for key in keys]
 
 
 def table_width(max_model_len: int, block_size: int) -> int:
@@ -28,6 +37,7 @@ class BlockTables:
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)  # of the full groups
         self._num_window_blocks = np.zeros(num_rows, dtype=np.int64)
         self._rows: dict[int, int] = {}  # by request id
+        self._flat = self._table[0].reshape(-1)  # a view of the first group
         self._free = list(range(num_rows))
         self._last_ids: Sequence[int] = ()
         self._last_rows = np.zeros(0, dtype=np.int64)
@@ -47,7 +57,14 @@ class BlockTables:
         if row is None:
             row = self._rows[sequence_id] = self._new_row()
             self._last_ids = ()
-        self._table[:, row] = -1
+        longest = max(self._num_blocks[row], self._num_window_blocks[row])  # behind these all are -1
+        if self.groups.num_groups == 1:
+            start, count = row * self.max_blocks, len(block_ids)
+            self._flat[start : start + count] = block_ids
+            self._flat[start + count : start + longest] = -1
+            self._num_blocks[row] = count
+            return
+        self._table[:, row, :longest] = -1
         self._num_blocks[row] = self._num_window_blocks[row] = 0
         self.extend(sequence_id, block_ids)
         self.extend_windows(sequence_id, window_block_ids)
@@ -69,8 +86,10 @@ class BlockTables:
                 rows.append(row)
                 blocks.append(new_ids[0])
         if rows:
-            self._table[0, rows, self._num_blocks[rows]] = blocks
-            self._num_blocks[rows] += 1
+            indices = np.array(rows)
+            counts = self._num_blocks[indices]
+            self._flat[indices * self.max_blocks + counts] = blocks
+            self._num_blocks[indices] = counts + 1
 
     def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
@@ -98,8 +117,7 @@ class BlockTables:
     def rows(self, sequence_ids: Sequence[int]) -> np.ndarray:
         """The rows of requests, which no others have while these are known: [num_requests] int64, below num_rows."""
         if not self._last_ids or sequence_ids != self._last_ids:
-            rows = self._rows
-            self._last_rows = np.array([rows[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
+            self._last_rows = np.array(values_of(self._rows, sequence_ids), dtype=np.int64)
             self._last_ids = sequence_ids
         return self._last_rows
 
@@ -112,6 +130,7 @@ class BlockTables:
         if not self._free:  # preempted requests keep theirs until they come back
             size = self._table.shape[1]
             self._table = np.concatenate([self._table, np.full_like(self._table, -1)], axis=1)
+            self._flat = self._table[0].reshape(-1)
             self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
             self._num_window_blocks = np.concatenate([self._num_window_blocks, np.zeros_like(self._num_window_blocks)])
             self._free = list(range(size, 2 * size))

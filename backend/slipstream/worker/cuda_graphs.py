@@ -85,7 +85,8 @@ class StepGraphs(Generic[Shape]):
         return self._decode_shapes[count]
 
     def _smallest_for(self, step: StepArrays) -> Shape | None:
-        return next((shape for shape in self._shapes if shape.holds(step)), None)
+        num_tokens = len(step.token_ids)
+        return next((shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.holds(step)), None)
 
     def warm_up(self) -> None:
         """Run each shape once without a graph, to compile kernels and initialise libraries."""

@@ -26,13 +26,14 @@ class Staging:
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
+        self._bytes = None if target.is_cuda else target.numpy()
         self._pool = _pool(target.device, True, len(target))
 
     def send(self, source: np.ndarray) -> None:
         """To the beginning of the tensor. source: [at most N] uint8, free to change afterwards."""
         count = len(source)
-        if not self._target.is_cuda:
-            self._target[:count].copy_(torch.from_numpy(source))
+        if self._bytes is not None:
+            self._bytes[:count] = source
             return
         pinned = self._pool.take()
         pinned.bytes[:count] = source

@@ -96,6 +96,7 @@ class BatchBuilder:
         self.tables = tables
         self.max_blocks = tables.max_blocks
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
+        self._indices = NO_ROWS  # by row of the tables, in the last step that sampled for it
 
     def build(self, step: StepInput, sampled: SampledTokens | None = None) -> ForwardBatch:
         """Tokens in request order; logits_indices: of every request that samples, its last token's row and its drafts'.
@@ -130,14 +131,13 @@ class BatchBuilder:
         lengths = np.array(step.num_scheduled_tokens, dtype=np.int64)
         tables = self.tables.gather(step.sequence_ids, self._table_step)
         query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        starts, ends = query_start_loc[:-1], query_start_loc[1:]
+        starts, ends = query_start_loc[:-1], lengths.cumsum(out=query_start_loc[1:])
         seq_lens = computed + lengths
-        request_of_token = np.repeat(np.arange(num_requests), lengths)
-        positions = np.arange(num_tokens) + (computed - starts)[request_of_token]
+        request_of_token = np.arange(num_requests).repeat(lengths)
+        positions = np.arange(num_tokens) + (computed - starts).repeat(lengths)
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
         slots, other_slots = self._slots(tables, other_tables, request_of_token, positions)
-        longest = max(step.num_scheduled_tokens)
+        longest = int(lengths.max())
         num_decodes = num_requests if longest <= MAX_DECODE_QUERY_LEN else num_short_queries(lengths)
         tree_mask = None
         if step.draft_parents:
@@ -154,7 +154,7 @@ class BatchBuilder:
             max_seq_len=int(seq_lens.max()),
             num_decode_requests=num_decodes,
             num_decode_tokens=int(query_start_loc[num_decodes]),
-            max_decode_query_len=max(step.num_scheduled_tokens[:num_decodes], default=0),
+            max_decode_query_len=longest if num_decodes == num_requests else int(lengths[:num_decodes].max(initial=0)),
             pending=self._pending_tokens(step, starts, sampled),
             tree_mask=tree_mask,
             other_tables=other_tables,
@@ -170,7 +170,7 @@ class BatchBuilder:
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
         slots, other_slots = self._slots(tables, other_tables, order, positions)
         return StepArrays(
-            token_ids=np.array(step.token_ids, dtype=np.int64),
+            token_ids=_decode_tokens(step),
             positions=positions,
             query_start_loc=np.arange(count + 1, dtype=np.int32),
             seq_lens=(positions + 1).astype(np.int32),
@@ -208,14 +208,26 @@ class BatchBuilder:
         order = np.arange(count)
         if count == len(step.token_ids) and step.sequence_ids == sampled.sequence_ids:
             return PendingRows(order, order, True)
-        rows, indices = self.tables.rows(step.sequence_ids), np.full(self.tables.num_rows, -1)
-        indices[sampled.table_rows] = np.arange(len(sampled.table_rows))
-        if step.pending[-1] == count - 1:  # the step begins with them
-            places, sources = order, indices[rows[:count]]
-        else:
-            places, sources = starts[step.pending], indices[rows[step.pending]]
-        assert sources.min() >= 0, "a token that is not known, and another step that samples it"
-        return PendingRows(places, sources, np.array_equal(sources, order) and np.array_equal(places, order))
+        rows, begins_with_them = self.tables.rows(step.sequence_ids), step.pending[-1] == count - 1
+        rows = rows[:count] if begins_with_them else rows[step.pending]
+        num_sampled = len(sampled.table_rows)
+        if len(self._indices) < self.tables.num_rows:
+            self._indices = np.zeros(self.tables.num_rows, dtype=np.int64)
+        self._indices[sampled.table_rows] = np.arange(num_sampled)  # what other rows have is of earlier steps
+        sources = self._indices[rows]
+        is_found = num_sampled and (sampled.table_rows.take(sources, mode="clip") == rows).all()
+        assert is_found, "a token that is not known, and another step that samples it"
+        if begins_with_them:
+            return PendingRows(order, sources, bool(sources[-1] == count - 1 and (sources == order).all()))
+        return PendingRows(starts[step.pending], sources, False)
+
+
+def _decode_tokens(step: StepInput) -> np.ndarray:
+    """[T] int64: tokens that are pending are 0."""
+    count = len(step.token_ids)
+    if len(step.pending) == count:
+        return np.zeros(count, dtype=np.int64)
+    return np.array(step.token_ids, dtype=np.int64)
 
 
 def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.worker.block_tables import values_of
 from slipstream.worker.interface import NewRequest, StepInput, Updates
 
 
@@ -111,8 +112,7 @@ class RequestStates:
     def of(self, sequence_ids: Sequence[int]) -> list[RequestState]:
         """The same list again for the same ids."""
         if not self._last_ids or sequence_ids != self._last_ids:
-            states = self._states
-            self._last_ids, self._last = sequence_ids, [states[sequence_id] for sequence_id in sequence_ids]
+            self._last_ids, self._last = sequence_ids, list(values_of(self._states, sequence_ids))
         return self._last
 
     def get(self, sequence_id: int) -> RequestState | None:

@@ -85,6 +85,8 @@ class StaticTensors:
         self._host_seq_lens = host_halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         self._host_table_size = host_halves[2 * self._num_requests + 1 : 2 * self._num_requests + 3]
         self._host_tables = host_halves[2 * self._num_requests + 3 :]
+        self._order = np.arange(1, self._num_requests + 1, dtype=np.int32)
+        self._has_masks = True  # in the host's bytes, of drafts' trees; at first they are zeros
         self._layout: _Layout | None = None  # of the last step
         self._is_decode = False  # whether that was one
 
@@ -181,7 +183,9 @@ class StaticTensors:
         words[:2, num_tokens:end] = 0
         words[2, :num_logits] = step.logits_indices
         words[2, num_logits:end] = 0
-        words[3, :end] = 1
+        if self._has_masks or shape.is_tree:
+            words[3] = 1
+            self._has_masks = shape.is_tree
         if shape.is_tree:
             tree_mask = _chain_masks(step) if step.tree_mask is None else step.tree_mask
             words[3, : len(tree_mask)] = tree_mask
@@ -193,8 +197,8 @@ class StaticTensors:
         count = len(step.seq_lens)
         self._host_starts[: count + 1] = step.query_start_loc
         # Padding requests have one token each, while tokens are left, and attend to nothing.
-        padding_starts = step.query_start_loc[-1] + np.arange(1, self._num_requests - count + 1)
-        self._host_starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
+        padding_starts = self._order[: self._num_requests - count] + step.query_start_loc[-1]
+        np.minimum(padding_starts, shape.num_tokens, out=self._host_starts[count + 1 :])
         self._host_seq_lens[:count] = step.seq_lens
         self._host_seq_lens[count:] = 0
 
