@@ -1,7 +1,8 @@
 """The tokens that a step has drawn, where the CUDA graph of the next one takes those that the host does not know yet.
 
-Engine thread. All graphs of a runner read one tensor at their beginning, and graphs that draw write it at their end.
-The step's copy to the host is launched between the two, so whatever is overwritten has been read.
+Engine thread. All graphs of a runner read one tensor at their beginning. Graphs that draw write it at their end, and
+plain requests draw into it behind the graphs that do not. The step's copy to the host is launched before the next one
+writes, so whatever is overwritten has been read.
 """
 
 from __future__ import annotations

@@ -95,10 +95,12 @@ class LaunchedSample:
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step whose forward pass is launched. asks_prompt_logprobs: a known request wants prompt log-probabilities."""
+    """A step whose forward pass is launched. asks_prompt_logprobs: a known request wants prompt log-probabilities.
+    all_plain: all known requests are plain."""
 
     step: StepInput
     states: list[RequestState]
     tensors: StepTensors
     hidden: torch.Tensor
     asks_prompt_logprobs: bool = False
+    all_plain: bool = False

@@ -20,12 +20,11 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.start_up import StartUp
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.load import load_model, refuse_without_numbers
+from slipstream.nn.load import refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.branch_moves import BranchMoves
-from slipstream.worker.cores import set_threads
 from slipstream.worker.cuda_graphs import Drawn, StepGraphs
 from slipstream.worker.drawn_tokens import DrawnTokens
 from slipstream.worker.graph_shapes import (
@@ -46,32 +45,18 @@ from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.layered_prefill import LayeredRows, LayerGraphs
+from slipstream.worker.load_target import enter_device, finish_phase
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.residency import pages_without_holes
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, ProcessorContext, make_processors
-from slipstream.worker.sample.sampler import Sampler
+from slipstream.worker.sample.sampler import PendingTokens, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
 from slipstream.worker.spec_decode.warm_up import padding_drafts
 from slipstream.worker.static_tensors import GraphInputs
-
-
-def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
-    """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
-    if (device := hardware.device).type == "cpu":
-        set_threads(config.model.num_threads, hardware.parallel.num_ranks)
-    else:
-        torch.backends.cuda.preferred_blas_library("cublaslt")  # faster for 17 to 64 rows of 16 bits
-    enter_device(device)
-    with pages_without_holes(device):
-        model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
-    phases.join()
-    finish_phase(phases, "weights", hardware)
-    return model
 
 
 class ModelRunner:
@@ -251,10 +236,9 @@ class ModelRunner:
         self, running: RunningStep, draft_probs: Mapping[int, torch.Tensor], masks: GrammarMasks | None = None
     ) -> LaunchedSample:
         """draft_probs: by request id, what its drafts were drawn from. masks: of rows with a grammar."""
-        step, states, tensors = running.step, running.states, running.tensors
-        hidden = running.hidden
+        step, states = running.step, running.states
         if running.asks_prompt_logprobs:
-            self._prompt_logprobs.collect(step, states, hidden, self._model.logits)
+            self._prompt_logprobs.collect(step, states, running.hidden, self._model.logits)
         if step.total_num_drafts:
             previous, self._sampled = self._sampled, None  # a verification keeps its tokens in AcceptedRows
             drafted = drafted_requests(running, draft_probs)
@@ -263,19 +247,36 @@ class ModelRunner:
         if not sampling:
             self._sampled = None
             return LaunchedSample()
-        is_whole, greedy = len(sampling) == len(step.token_ids), None
-        rows = slice(len(sampling)) if is_whole else tensors.batch.logits_indices
-        drawn = self._graphs.drawn(tensors.graph) if is_whole and tensors.graph is not None else None
-        if drawn is not None:
-            logits, greedy = drawn.logits[rows], drawn.token_ids[rows]
-        else:
-            hidden = hidden if tensors.is_last_only and not is_whole else hidden[rows]
-            logits = self._model.raw_logits(hidden)
-        positions = tensors.batch.positions[rows]
-        tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, greedy=greedy)
+        tokens = self._draw_tokens(running, sampling, masks)
         self._sampled = self._builder.sampled(step, tokens.token_ids, has_stages=self._stage is not None)
         taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else NO_PROMPTS
         return LaunchedSample(tokens, taken)
+
+    def _draw_tokens(
+        self, running: RunningStep, sampling: list[RequestState], masks: GrammarMasks | None
+    ) -> PendingTokens:
+        """Of a step without drafts. Plain requests need neither positions nor, where their graph has drawn, logits."""
+        tensors, count = running.tensors, len(sampling)
+        is_plain = running.all_plain or self._sampler.are_plain(sampling)
+        is_whole = count == len(running.step.token_ids)
+        drawn = self._graphs.drawn(tensors.graph) if is_whole and tensors.graph is not None else None
+        if drawn is not None and is_plain:
+            return PendingTokens(drawn.token_ids[:count])
+        logits = self._logits(running, is_whole, count) if drawn is None else drawn.logits[:count]
+        if is_plain:
+            return PendingTokens(self._drawn.draw(logits))
+        positions = tensors.batch.positions
+        positions = positions[:count] if is_whole else positions.index_select(0, tensors.batch.logits_indices)
+        return self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
+
+    def _logits(self, running: RunningStep, is_whole: bool, count: int) -> torch.Tensor:
+        """Of the `count` rows that sample. is_whole: these are all rows of the step."""
+        hidden, tensors = running.hidden, running.tensors
+        if is_whole:
+            hidden = hidden[:count]
+        elif not tensors.is_last_only:
+            hidden = hidden.index_select(0, tensors.batch.logits_indices)
+        return self._model.raw_logits(hidden)
 
     def computed_rows(self, running: RunningStep, sample: LaunchedSample) -> ComputedRows:
         """The input of draft heads after `sample`; valid until the next `build`."""
@@ -384,16 +385,3 @@ def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> 
         return {}
     tokenizer = config.model.tokenizer or config.model.model
     return make_processors(config.model, ProcessorContext(spec.vocab_size, hardware.device, tokenizer))
-
-
-def finish_phase(phases: StartUp, name: str, hardware: Hardware) -> None:
-    if hardware.device.type == "cuda":
-        torch.cuda.synchronize(hardware.device)
-    phases.finish(name)
-    hardware.parallel.note(name)
-
-
-def enter_device(device: torch.device) -> None:
-    """Make the device current for this thread: in a new thread the current device is the first GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -81,6 +81,7 @@ class RequestStates:
         self._num_full_groups = num_full_groups
         self._states: dict[int, RequestState] = {}
         self._counting: set[int] = set()  # requests with counts_tokens
+        self._not_plain: set[int] = set()
         self._with_prompt_logprobs: set[int] = set()
         self._with_prompt_rows: set[int] = set()
         self._last_ids: Sequence[int] = ()
@@ -91,6 +92,8 @@ class RequestStates:
         self._last_ids = ()
         if state.counts_tokens:
             self._counting.add(new.sequence_id)
+        if not state.is_plain:
+            self._not_plain.add(new.sequence_id)
         if new.params.prompt_logprobs is not None:
             self._with_prompt_logprobs.add(new.sequence_id)
         if new.prompt_rows is not None:
@@ -128,6 +131,11 @@ class RequestStates:
                 state.num_drawn_tokens = end + 1 - state.num_prompt_tokens
 
     @property
+    def all_plain(self) -> bool:
+        """Whether every request is plain."""
+        return not self._not_plain
+
+    @property
     def any_prompt_logprobs(self) -> bool:
         """Whether any request has asked for log-probabilities of its prompt."""
         return bool(self._with_prompt_logprobs)
@@ -142,5 +150,6 @@ class RequestStates:
         for sequence_id in sequence_ids:
             self._states.pop(sequence_id, None)
             self._counting.discard(sequence_id)
+            self._not_plain.discard(sequence_id)
             self._with_prompt_logprobs.discard(sequence_id)
             self._with_prompt_rows.discard(sequence_id)

@@ -27,8 +27,9 @@ from slipstream.worker.interface import (
     WorkerInfo,
 )
 from slipstream.worker.launched_step import LaunchedSample, RunningStep
+from slipstream.worker.load_target import enter_device, finish_phase, load_target
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
-from slipstream.worker.model_runner import ModelRunner, enter_device, finish_phase, load_target
+from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.request_state import RequestStates
 from slipstream.worker.residency import HostWeights, drop_locals, freeze_again, give_memory_back
 from slipstream.worker.sample.sampler import PendingTokens
@@ -101,7 +102,8 @@ class ModelWorker:
         if step.layered is not None:
             self.runner.layered.run(step.layered)
         hidden = self.runner.forward(tensors)
-        running = RunningStep(step, states, tensors, hidden, self._states.any_prompt_logprobs)
+        known = self._states
+        running = RunningStep(step, states, tensors, hidden, known.any_prompt_logprobs, known.all_plain)
         if self.runner.finishes_later:
             self._enter_stages(running)
         elif step.waits_for_masks:

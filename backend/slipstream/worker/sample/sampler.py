@@ -150,7 +150,6 @@ class Sampler:
         paths: Paths | None = None,
         judge: Judge | None = None,
         masks: GrammarMasks | None = None,
-        greedy: torch.Tensor | None = None,
     ) -> PendingTokens:
         """Draw one token per row. logits: [len(requests), vocab] in the model's dtype; may be changed in place.
 
@@ -159,10 +158,9 @@ class Sampler:
         previous: the tokens of the step before, if the host may not know them yet; of a step of plain requests alone a
         graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it.
         judge: may replace the drawn tokens. masks: of rows with a grammar.
-        greedy: the ids of the highest logits, if they are known; they may be in memory of a graph.
         """
-        if self._are_plain(requests):  # the largest is the largest in any dtype
-            return PendingTokens(ops.greedy(logits) if greedy is None else greedy)
+        if self.are_plain(requests):  # the largest is the largest in any dtype
+            return PendingTokens(ops.greedy(logits))
         rows = self._compose(requests)
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
@@ -194,7 +192,7 @@ class Sampler:
         self._masks.warm_up(scores)
         warm_up_logprobs(scores, max_logprobs)
 
-    def _are_plain(self, requests: list[RequestState]) -> bool:
+    def are_plain(self, requests: list[RequestState]) -> bool:
         """Whether all tokens are the argmax of unchanged logits. The same list has the same requests."""
         if self._seen[0] is not requests:
             self._seen = requests, all(map(_is_plain, requests))
