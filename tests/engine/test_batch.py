@@ -254,6 +254,18 @@ def _num_lines(work: Callable[[], object]) -> int:
     return count
 
 
+def test_blocks_beyond_a_row_are_refused_and_do_not_reach_the_next_request_s() -> None:
+    tables = BlockTables(2, 4)
+    tables.put(1, [1, 2, 3, 4])
+    tables.put(2, [5, 6, 7, 8])
+    held = tables.gather([1, 2])
+    with pytest.raises(ValueError, match="room for 4 blocks, and is full"):
+        tables.extend_all({1: [9]})
+    with pytest.raises(ValueError, match="5 blocks, but a row has room for 4"):
+        tables.put(1, [1, 2, 3, 4, 9])
+    assert held.tolist() == tables.gather([1, 2]).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
 def test_a_decode_batch_takes_no_more_python_with_a_longer_context() -> None:
     """64 decodes at 2k context take under 0.5 ms on a quiet core: some lines a request, none a token or block."""
     lines = {}

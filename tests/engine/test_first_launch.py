@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import make_engine
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.start_up import StartUp
 from slipstream.worker.first_launch import begin_first_launch
-from slipstream.worker.model_runner import ModelRunner, warm_up_sizes
+from slipstream.worker.model_runner import ModelRunner, warm_up_steps
 from slipstream_kernels.gemm.tuning import PLAIN_ROWS_OF_FP8, PLAIN_ROWS_OF_INT8
 from triton.runtime.cache import triton_key
 
@@ -51,5 +51,5 @@ def test_the_warm_up_waits_for_it(tiny_llama: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("most_plain", [PLAIN_ROWS_OF_FP8, PLAIN_ROWS_OF_INT8])
 def test_a_start_runs_steps_whose_rows_are_quantised_and_steps_whose_are_not(most_plain: int) -> None:
-    sizes = warm_up_sizes(8192)
+    sizes = [num_tokens for num_tokens, _ in warm_up_steps(8192, ModelConfig(model="m"))]
     assert max(sizes) == 8192 and {size <= most_plain for size in sizes} == {False, True}

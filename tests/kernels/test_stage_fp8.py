@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_attention import dense_attention, make_batch
+from decode_cases import make_case
+from dense_attention import PagedBatch, dense_attention, make_batch
+from slipstream.core.config import ModelConfig
+from slipstream.worker.model_runner import warm_up_steps
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_attention, prefill_stage
 from slipstream_kernels.attention.reference.stage_fp8 import attend_rounded, to_e4m3
@@ -137,7 +140,7 @@ def test_the_kernel_rounds_as_the_reference(hopper, dtype: torch.dtype, case: st
 def test_long_sums_keep_their_bits(hopper, split: bool, spread: float, always_fp8) -> None:
     """Over an FP8 cache, whose keys and values are exact: 0.25 is what all values have in common, and what sums of few
     bits lose (6 % after 64k keys). split: few tiles of queries, whose keys several CTAs share."""
-    query_len, seq_len = (130 if split else 2100), 40_000
+    query_len, seq_len = (130 if split else 2100), 39_990
     generator = torch.Generator(device=hopper).manual_seed(9)
     num_blocks = -(-seq_len // 64)
     k, v = (torch.randn(num_blocks, 2, 64, 128, generator=generator, device=hopper) for _ in range(2))
@@ -166,16 +169,60 @@ def test_long_sums_keep_their_bits(hopper, split: bool, spread: float, always_fp
         assert bias < 5e-3
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"sinks": True}], ids=["plain", "window", "sinks"])
+@pytest.mark.parametrize("geometry", [(8, 2, 128, 16), (5, 1, 128, 128)], ids=str)
+def test_an_fp8_cache_is_read_as_by_keys_alone_in_fp8(hopper, geometry, options: dict, always_fp8) -> None:
+    """Slots and scales that no request owns hold NaN, which the kernel reads in a request's last block."""
+    moved = make_case([33, 129, 5, 70], [33, 190, 200, 1003], geometry, torch.bfloat16, FP8, seed=8).to(hopper)
+    if "sinks" in options:
+        options = {"sinks": torch.linspace(-1.0, 2.0, geometry[0], device=hopper)}
+    call = {**moved.keywords(), **options, "fp8_queries": True, "backend": "cuda"}
+    found, expected = (paged_attention(*moved.tensors(), **call, fp8_probs=kind) for kind in (True, False))
+    assert found.isfinite().all()
+    error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    assert 5e-3 < error < 4e-2
+
+
+def kind_of(of: PagedBatch, num_tokens: int, longest: int, **options: object) -> int:
+    """The kernel of so many tokens of a request as long as `longest`, and of the call's options."""
+    fields = dict.fromkeys(("sliding_window", "alibi_slopes", "soft_cap", "num_kv_splits", "key_scale", "value_scale"))
+    q = torch.empty(num_tokens, *of.q.shape[1:], dtype=of.q.dtype, device="meta")
+    one = torch.empty(1, dtype=torch.int32, device="meta")
+    tensors = q, of.key_cache, of.value_cache, of.block_tables, one, one
+    call = AttentionCall(
+        *tensors, out=q, max_query_len=num_tokens, max_seq_len=longest, scale=0.1, **{**fields, **options}
+    )
+    return prefill_attention.source_of_keys_and_values(call)
+
+
+@pytest.mark.parametrize("budget", [512, 1536, 2048, 3000, 4096, 8192])
+@pytest.mark.parametrize("heads", [(32, 8), (40, 40)], ids=str)
+@pytest.mark.parametrize("is_fp8_cache", [False, True])
+def test_a_start_runs_every_kernel_of_prompts_in_fp8(budget: int, heads: tuple[int, int], is_fp8_cache: bool) -> None:
+    batch, mean = offset_batch(torch.bfloat16, (*heads, 128, 64), torch.device("meta"))
+    options: dict[str, object] = {"key_mean": mean}
+    if is_fp8_cache:
+        batch = replace(batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8))
+        options = {"fp8_queries": True, "fp8_probs": True}
+    model = ModelConfig(model="m", prefill_attention_dtype="fp8", max_model_len=131_072)
+    warmed = {kind_of(batch, *step, **options) for step in warm_up_steps(budget, model)}
+    met = {
+        kind_of(batch, num_tokens, longest, **options)
+        for num_tokens in {17, 64, 600, 1535, 1536, 2047, 2048, budget}
+        if num_tokens <= budget
+        for longest in (num_tokens, 2 * num_tokens, 4095, 4096, 9000, 60_000, 131_072)
+        if num_tokens <= longest
+    }
+    assert met <= warmed and len(warmed) >= (2 if budget >= 1536 else 1)
+
+
 def test_both_products_in_fp8_is_chosen_where_asked_for(always_fp8) -> None:
     """Soft caps and ALiBi leave probabilities in 16 bit; a 16-bit cache is not rounded without means."""
     batch, mean = offset_batch(torch.bfloat16, (8, 2, 128, 64), torch.device("meta"))
     in_fp8 = replace(batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8))
 
-    def kind(of, **options: object) -> int:
-        fields = dict.fromkeys(("sliding_window", "alibi_slopes", "soft_cap", "num_kv_splits", "key_scale"))
-        call = AttentionCall(*of.tensors(), out=of.q, max_query_len=129, max_seq_len=200, scale=0.1, value_scale=None,
-                             **{**fields, **options})  # fmt: skip
-        return prefill_attention.source_of_keys_and_values(call)
+    def kind(of: PagedBatch, **options: object) -> int:
+        return kind_of(of, 129, 200, **options)
 
     asked = {"fp8_queries": True, "fp8_probs": True}
     assert kind(batch, key_mean=mean) == kind(in_fp8, **asked) == prefill_attention.ALL_FP8

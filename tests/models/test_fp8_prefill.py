@@ -13,7 +13,7 @@ from paged_forward import PagedForward
 from rank_threads import on_each, parallels
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.key_means import FILE, read_key_means, write_key_means
+from slipstream.nn.key_means import FILE, check_fp8_backend, read_key_means, write_key_means
 from slipstream.nn.load import check_model, load_model
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.spec import read_spec
@@ -140,6 +140,18 @@ def test_over_an_fp8_cache_no_file_is_needed(tmp_path: Path) -> None:
     check_model(config, read_spec(tmp_path), CPU, torch.float32, kv_dtype)
     options = [layer.attention.options for layer in load_model(config, kv_dtype=kv_dtype).layers]
     assert all(option.fp8_probs and option.key_mean is None for option in options)
+
+
+def test_a_backend_that_rounds_nothing_is_refused() -> None:
+    """On a GPU; a CPU with an FP8 cache rounds nothing, and serves configurations of GPUs."""
+    config = ModelConfig(model="m", prefill_attention_dtype="fp8")
+    fp8, cuda = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"], torch.device("cuda")
+    check_fp8_backend(config, cuda, fp8, "split_kv_fp8")
+    check_fp8_backend(config, cuda, None, "split_kv")
+    check_fp8_backend(config, CPU, fp8, "paged")
+    for name in ("paged", "split_kv"):
+        with pytest.raises(ConfigError, match=f"attention_backend {name} rounds no queries.*accepted: auto or 16bit"):
+            check_fp8_backend(config, cuda, fp8, name)
 
 
 def test_a_wrong_file_is_named(measured: Path, tmp_path: Path) -> None:

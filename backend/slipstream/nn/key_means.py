@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from slipstream_kernels import ops
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
+from slipstream_kernels.cuda.device import refusal as device_refusal
 from torch import Tensor
 
 from slipstream.core.config import ModelConfig
@@ -24,6 +25,7 @@ from slipstream.nn.spec import DecoderSpec
 FIELD = "prefill_attention_dtype"
 FP8 = "fp8"
 FILE = "key_means.safetensors"
+SPLIT_KV_FP8 = "split_kv_fp8"
 FP8_CACHE = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]
 
 
@@ -38,11 +40,24 @@ def check_fp8_prefill(
         raise ConfigError(FIELD, FP8, f"{refusal}; accepted: auto or 16bit")
 
 
+def check_fp8_backend(
+    config: ModelConfig, device: torch.device, kv_dtype: torch.dtype | None, backend_name: str
+) -> None:
+    """Raise ConfigError if the attention that serves on a GPU would round nothing."""
+    if config.prefill_attention_dtype != FP8 or device.type != "cuda":
+        return
+    if kv_dtype == FP8_CACHE and backend_name != SPLIT_KV_FP8:
+        reason = f"attention_backend {backend_name} rounds no queries; over an FP8 cache it needs {SPLIT_KV_FP8}"
+        raise ConfigError(FIELD, FP8, f"{reason}; accepted: auto or 16bit")
+
+
 def _refusal(config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None) -> str | None:
     if config.deterministic:
         return "deterministic rounds nothing"
     if kv_dtype in ops.QUANTIZED_KV_DTYPES.values() and kv_dtype != FP8_CACHE:
         return "an int8 or int4 KV cache is attended in 16 bit"
+    if device.type == "cuda" and (reason := device_refusal(device, "device is")) is not None:
+        return reason
     for attention in spec.attentions:
         if attention.latent is not None:
             return "latent attention has no keys of heads in its cache"

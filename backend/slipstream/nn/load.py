@@ -16,7 +16,14 @@ from slipstream.nn.attention.split_kv import SplitKVFp8Attention
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.key_means import FP8 as FP8_PREFILL
-from slipstream.nn.key_means import attend_in_fp8, check_fp8_prefill, needs_key_means, read_key_means, zero_means
+from slipstream.nn.key_means import (
+    attend_in_fp8,
+    check_fp8_backend,
+    check_fp8_prefill,
+    needs_key_means,
+    read_key_means,
+    zero_means,
+)
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.lora import LoraRows, LoraTargets
@@ -194,6 +201,7 @@ def _build(
     backend_name, backend = ATTENTION_BACKENDS.select(
         lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config, own)
     )
+    check_fp8_backend(config, device, kv_dtype, backend_name)
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
     context = _context(config, methods, place or device, dtype, parallel, device)
     return Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)

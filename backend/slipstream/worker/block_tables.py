@@ -60,6 +60,8 @@ class BlockTables:
         longest = max(self._num_blocks[row], self._num_window_blocks[row])  # behind these all are -1
         if self.groups.num_groups == 1:
             start, count = row * self.max_blocks, len(block_ids)
+            if count > self.max_blocks:  # behind it lies another request's row
+                raise ValueError(f"{count} blocks, but a row has room for {self.max_blocks}")
             self._flat[start : start + count] = block_ids
             self._flat[start + count : start + longest] = -1
             self._num_blocks[row] = count
@@ -88,6 +90,8 @@ class BlockTables:
         if rows:
             indices = np.array(rows)
             counts = self._num_blocks[indices]
+            if counts.max() >= self.max_blocks:
+                raise ValueError(f"a row has room for {self.max_blocks} blocks, and is full")
             self._flat[indices * self.max_blocks + counts] = blocks
             self._num_blocks[indices] = counts + 1
 

@@ -16,7 +16,7 @@ from itertools import compress
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.start_up import StartUp
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
@@ -337,13 +337,14 @@ class ModelRunner:
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.
 
-        On a GPU: steps of warm_up_sizes, draws of every kind, then every decode size. On a CPU: one token. NaN weights
+        On a GPU: steps of warm_up_steps, draws of every kind, then every decode size. On a CPU: one token. NaN weights
         are refused here, by the logits of the first row; dummy weights are not checked.
         """
         checks_weights = config.model.load_format != "dummy"
         is_gpu = self._device.type == "cuda"
-        for num_tokens in warm_up_sizes(self._max_num_tokens) if is_gpu else (1,):
+        for num_tokens, longest in warm_up_steps(self._max_num_tokens, config.model) if is_gpu else ((1, 1),):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
+            batch = replace(batch, max_seq_len=longest)
             hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
             self._parallel.note(f"warm-up of {num_tokens} tokens")
             if hidden is None:
@@ -372,11 +373,18 @@ class ModelRunner:
         return found
 
 
-def warm_up_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Tokens of the steps that a start on a GPU runs: prompts of the largest step, of medium and of short length, whose
-    attention kernels differ, and one token, which layers of quantised weights read as it is: without graphs nothing
-    else would compile the kernels of such steps."""
-    return max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32, 1
+def warm_up_steps(max_num_tokens: int, config: ModelConfig) -> list[tuple[int, int]]:
+    """Tokens of the steps that a start on a GPU runs, and the longest sequence that they are said to be of: prompts of
+    the largest step, of medium and of short length, whose attention kernels differ, and one token, which layers of
+    quantised weights read as it is: without graphs nothing else would compile the kernels of such steps. Kernels of
+    prompts in FP8 differ by the sequence, too (prefill_stage.MIN_FP8_SEQ_LEN)."""
+    sizes = max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32, 1
+    steps = [(size, size) for size in sizes]
+    if config.prefill_attention_dtype == "fp8":
+        whole = min(max_num_tokens, 2048)
+        longest = 4 * max_num_tokens
+        steps += [(whole, whole), (max_num_tokens, min(longest, config.max_model_len or longest))]
+    return steps
 
 
 def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:

@@ -86,7 +86,6 @@ class StaticTensors:
         self._host_table_size = host_halves[2 * self._num_requests + 1 : 2 * self._num_requests + 3]
         self._host_tables = host_halves[2 * self._num_requests + 3 :]
         self._order = np.arange(1, self._num_requests + 1, dtype=np.int32)
-        self._has_masks = True  # in the host's bytes, of drafts' trees; at first they are zeros
         self._layout: _Layout | None = None  # of the last step
         self._is_decode = False  # whether that was one
 
@@ -183,10 +182,8 @@ class StaticTensors:
         words[:2, num_tokens:end] = 0
         words[2, :num_logits] = step.logits_indices
         words[2, num_logits:end] = 0
-        if self._has_masks or shape.is_tree:
-            words[3] = 1
-            self._has_masks = shape.is_tree
         if shape.is_tree:
+            words[3] = 1
             tree_mask = _chain_masks(step) if step.tree_mask is None else step.tree_mask
             words[3, : len(tree_mask)] = tree_mask
         words[4, :num_tokens], words[5, :num_tokens] = _sources_of(step), step.slot_mapping

@@ -103,9 +103,12 @@ def _in_fp8(call: AttentionCall) -> tuple[AttentionCall, prefill_stage.Staged]:
     """The call over copies of its blocks: values as they are staged, keys of a 16-bit cache as one of e4m3 in order."""
     tensors = call.key_cache, call.value_cache, call.block_tables, call.seq_lens, call.key_mean
     keys, values = stage_fp8(*tensors, max_seq_len=call.max_seq_len)
-    tables = torch.arange(values.shape[0], dtype=torch.int32, device=values.device).view(call.seq_lens.shape[0], -1)
-    staged = prefill_stage.Staged(None, values, tables.shape[1])
-    return (call if keys is None else replace(call, key_cache=keys, block_tables=tables)), staged
+    num_requests = call.seq_lens.shape[0]
+    staged = prefill_stage.Staged(None, values, values.shape[0] // num_requests)
+    if keys is None:
+        return call, staged
+    tables = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device).view(num_requests, -1)
+    return replace(call, key_cache=keys, block_tables=tables), staged
 
 
 _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
@@ -113,11 +116,11 @@ _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_valu
 
 def source_of_keys_and_values(call: AttentionCall) -> int:
     """PrefillKv of a call."""
-    has_rows = call.q.shape[2] == FP8_QUERY_HEAD_DIM
-    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and has_rows
+    fits_rows = call.q.shape[2] == FP8_QUERY_HEAD_DIM
+    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and fits_rows
     is_plain = call.soft_cap is None and call.alibi_slopes is None
     is_all = call.key_mean is not None or (may_round and call.fp8_probs)
-    if is_all and is_plain and has_rows and prefill_stage.pays_in_fp8(call):
+    if is_all and is_plain and fits_rows and prefill_stage.pays_in_fp8(call):
         return ALL_FP8
     if may_round and prefill_stage.pays(call, with_keys=False):
         return FP8_KEYS

@@ -5,15 +5,16 @@
 // These sums lie where scores were: the scores of a tile are two halves, and each warpgroup has
 //   the products of one half's values under way while it takes exponents of the other, and
 //   the scores of the next tile while it adds up values.
-// Warpgroups take exponents in turns: side by side they would wait for the same units, and then for the tensor cores.
+// Ordered barriers (CUTLASS's OrderedSequenceBarrier) let one warpgroup at a time take exponents: side by side both would
+// wait for the same units, and then for the tensor cores.
 #pragma once
 
 #include "mma/prefill_rows.cuh"
 
 namespace slipstream {
 
-// Named barriers behind those of the warpgroups: whose turn it is.
-constexpr int kTurnBarrier = kWarpgroupBarrier + 3;
+// Named barriers behind those of the warpgroups: one for each consumer that may take exponents next.
+constexpr int kOrderBarrier = kWarpgroupBarrier + 3;
 
 template <typename SHAPE>
 struct PrefillFp8Consumer : PrefillRows<SHAPE> {
@@ -30,7 +31,7 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
   uint32_t probs[2][kScores / 4];
 
   __device__ __forceinline__ void run() {
-    if (own_turn() == 1) pass_turn();
+    if (consumer_index() == 1) arrive_order();
 #pragma unroll 1
     while (this->receive()) {
       attend();
@@ -40,16 +41,16 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
   }
 
  private:
-  __device__ __forceinline__ void await_turn() const {
-    asm volatile("bar.sync %0, 256;" ::"r"(kTurnBarrier + own_turn()) : "memory");
+  __device__ __forceinline__ void wait_order() const {
+    asm volatile("bar.sync %0, 256;" ::"r"(kOrderBarrier + consumer_index()) : "memory");
   }
 
-  __device__ __forceinline__ void pass_turn() const {
-    asm volatile("bar.arrive %0, 256;" ::"r"(kTurnBarrier + 1 - own_turn()) : "memory");
+  __device__ __forceinline__ void arrive_order() const {
+    asm volatile("bar.arrive %0, 256;" ::"r"(kOrderBarrier + 1 - consumer_index()) : "memory");
   }
 
-  // This warpgroup of two, found anew each time: registers are short.
-  __device__ __forceinline__ static int own_turn() {
+  // Of two, found anew each time: registers are short.
+  __device__ __forceinline__ static int consumer_index() {
     static_assert(SHAPE::kWarpgroups == 2, "");
     return static_cast<int>(threadIdx.x / 128) - SHAPE::kFirstMultiplier;
   }
@@ -85,7 +86,7 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
     key_place.advance();
     float rescale[2], shift[2];
     settle(first, second, tile, rescale, shift);
-    await_turn();
+    wait_order();
     pin(first);
     state.exponentiate(first, facts.factor, shift);
     pack_probs<0>(first);
@@ -93,7 +94,7 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
     multiply_values<0>(first);
     state.exponentiate(second, facts.factor, shift);
     pack_probs<1>(second);
-    pass_turn();
+    arrive_order();
     multiply_values<1>(first);
     if (is_last) {
       wait_for_products<0>();
