@@ -14,20 +14,15 @@ struct PrefillConsumer : PrefillRows<SHAPE> {
   using typename Rows::Element;
   using typename Rows::KeyOperand;
   using typename Rows::Operand;
-  using Rows::begin_tile, Rows::end_tile, Rows::key_place, Rows::kOutputs, Rows::kScores, Rows::memory, Rows::out;
-  using Rows::p, Rows::release, Rows::slot, Rows::state, Rows::value_place, Rows::warpgroup;
+  using Rows::begin_tile, Rows::end_tile, Rows::facts, Rows::key_place, Rows::kOutputs, Rows::kScores, Rows::memory;
+  using Rows::out, Rows::p, Rows::release, Rows::state, Rows::value_place, Rows::warpgroup;
   using Rows::work;
 
   float scores[kScores];
   uint32_t probs[kScores / 2];
 
   __device__ __forceinline__ void run() {
-#pragma unroll 1
-    while (this->receive()) {
-      attend();
-      if (this->merge_splits()) this->store();
-      memory.give_back(slot);
-    }
+    this->serve([this] { attend(); });
   }
 
  private:
@@ -87,8 +82,10 @@ struct PrefillConsumer : PrefillRows<SHAPE> {
   }
 
   __device__ __forceinline__ void follow(int tile, bool is_masked, float (&rescale)[2]) {
+    const int first_key = tile * SHAPE::kKeys;
     float factor[2];
-    this->finish(tile * SHAPE::kKeys, is_masked, scores, factor);
+    finish_scores<SHAPE::kHasSoftCap, SHAPE::kHasAlibi>(p, facts, first_key, scores, factor);
+    if (is_masked) mask_scores(p, facts, first_key, scores);
     state.follow(scores, factor, rescale);
   }
 

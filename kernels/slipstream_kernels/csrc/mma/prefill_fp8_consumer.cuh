@@ -5,8 +5,8 @@
 // These sums lie where scores were: the scores of a tile are two halves, and each warpgroup has
 //   the products of one half's values under way while it takes exponents of the other, and
 //   the scores of the next tile while it adds up values.
-// Ordered barriers (CUTLASS's OrderedSequenceBarrier) let one warpgroup at a time take exponents: side by side both would
-// wait for the same units, and then for the tensor cores.
+// Ordered barriers (CUTLASS's OrderedSequenceBarrier) let one warpgroup at a time take exponents: side by side both
+// would wait for the same units, and then for the tensor cores.
 #pragma once
 
 #include "mma/prefill_rows.cuh"
@@ -20,11 +20,12 @@ template <typename SHAPE>
 struct PrefillFp8Consumer : PrefillRows<SHAPE> {
   using Rows = PrefillRows<SHAPE>;
   using Rows::begin_tile, Rows::end_tile, Rows::facts, Rows::key_place, Rows::kOutputs, Rows::memory, Rows::out;
-  using Rows::p, Rows::release, Rows::slot, Rows::state, Rows::value_place, Rows::warpgroup;
+  using Rows::p, Rows::release, Rows::state, Rows::value_place, Rows::warpgroup;
   static constexpr int kHalf = SHAPE::kKeys / 2;   // keys
   static constexpr int kScores = kHalf / 2;
   static constexpr int kBlock = SHAPE::kHeadDim << kStagedRowsLog2;  // bytes of a staged block of values
   static_assert(kScores == kOutputs, "a half's scores make room for the sums of its values");
+  static_assert(!SHAPE::kHasSoftCap && !SHAPE::kHasAlibi, "source_of_keys_and_values sends these elsewhere");
   using Half = float[kScores];
 
   Half even, odd;
@@ -32,12 +33,7 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
 
   __device__ __forceinline__ void run() {
     if (consumer_index() == 1) arrive_order();
-#pragma unroll 1
-    while (this->receive()) {
-      attend();
-      if (this->merge_splits()) this->store();
-      memory.give_back(slot);
-    }
+    this->serve([this] { attend(); });
   }
 
  private:

@@ -1,5 +1,5 @@
-// What all warpgroups of a prefill kernel that multiply do: they receive tiles of 64 rows of queries each, bring queries to
-// the product's type, and store outputs.
+// What all warpgroups of a prefill kernel that multiply do: they receive tiles of 64 rows of queries each, bring
+// queries to the product's type, and store outputs.
 #pragma once
 
 #include <type_traits>
@@ -45,6 +45,17 @@ struct PrefillRows {
     return work().head >= 0;
   }
 
+  // Tiles of rows until none is left.
+  template <typename ATTEND>
+  __device__ __forceinline__ void serve(const ATTEND& attend) {
+#pragma unroll 1
+    while (receive()) {
+      attend();
+      if (merge_splits()) store();
+      memory.give_back(slot);
+    }
+  }
+
   // Makes ready for the next rows. False: they see no keys.
   __device__ __forceinline__ bool prepare() {
     state = RowState();
@@ -71,13 +82,6 @@ struct PrefillRows {
     const int last_position = work.seq_len - work.query_len + ((work.first_row + SHAPE::kRows - 1) >> p.pack_log2);
     const int hidden = p.sliding_window > 0 ? max(last_position - p.sliding_window + 1, 0) : 0;
     return {(hidden + SHAPE::kKeys - 1) / SHAPE::kKeys, (first_position + 1) / SHAPE::kKeys};
-  }
-
-  // Scores as softmax takes them, those of hidden keys too.
-  template <int N>
-  __device__ __forceinline__ void finish(int first_key, bool is_masked, float (&s)[N], float (&factor)[2]) const {
-    finish_scores<SHAPE::kHasSoftCap, SHAPE::kHasAlibi>(p, facts, first_key, s, factor);
-    if (is_masked) mask_scores(p, facts, first_key, s);
   }
 
   __device__ __forceinline__ float head_scale(const float* scales) const {
