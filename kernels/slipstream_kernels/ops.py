@@ -15,9 +15,9 @@ from slipstream_kernels.attention.ragged_attention import ragged_attention
 from slipstream_kernels.attention.stage_fp8 import stage_fp8
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
+from slipstream_kernels.gemm.head_mm import head_mm, invariant_head_mm
 from slipstream_kernels.gemm.int4_mm import int4_mm
 from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
-from slipstream_kernels.gemm.invariant_head_mm import invariant_head_mm
 from slipstream_kernels.gemm.invariant_mm import invariant_mm
 from slipstream_kernels.gemm.limits import fp8_refusal, fp8_sums_bytes, written_out_bytes
 from slipstream_kernels.gemm.linear import gated_linear, linear
@@ -139,6 +139,7 @@ __all__ = [
     "grouped_int4_mm",
     "grouped_linear",
     "grouped_mm",
+    "head_mm",
     "int4_linear_weight",
     "int4_mm",
     "int4_weight",

@@ -21,4 +21,5 @@ def refusal(device: torch.device, what: str) -> str | None:
 
 @lru_cache
 def count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """1 on a CPU, where the interpreter runs programs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -160,8 +160,7 @@ class AbsorbedAndPrompts:
             tree_mask=self.batch.tree_mask if is_decode else None,
             is_prefix_settled=is_decode,
         )
-        values = layer.kv_b[:, layer.nope_dim :].transpose(1, 2)
-        torch.bmm(latents.transpose(0, 1), values, out=out.transpose(0, 1))
+        ops.head_mm(latents, layer.kv_b[:, layer.nope_dim :], out)
 
     def _attend_prompts(
         self, prompts: PromptKeys, q: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor
@@ -231,6 +230,6 @@ def write_latents(
 def _absorbed(q: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
     """Queries in the space of cache rows, [T, num_q_heads, rank + rope_dim], without their rotated part."""
     absorbed = q.new_empty(*q.shape[:2], cache.rank + cache.rope_dim)
-    by_head = absorbed[..., : cache.rank].transpose(0, 1)
-    torch.bmm(q[..., : layer.nope_dim].transpose(0, 1), layer.kv_b[:, : layer.nope_dim], out=by_head)
+    keys = layer.kv_b[:, : layer.nope_dim].transpose(1, 2)
+    ops.head_mm(q[..., : layer.nope_dim], keys, absorbed[..., : cache.rank])
     return absorbed

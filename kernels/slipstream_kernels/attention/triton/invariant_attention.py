@@ -8,8 +8,6 @@ take the keys on their own path in the order of positions, as plain decoding wou
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
     start_softmax,
     strides,
 )
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.kv.triton.kv_formats import INT8, VALUE_BOOST, gather_rows, head_scale, kv_format, value_factor
 from slipstream_kernels.triton.interpreter import dot
 from slipstream_kernels.triton.step_kernel import step_kernel, two_tensors
@@ -317,8 +316,3 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
             num_requests, call.sinks, ROWS=triton.next_power_of_2(group), num_warps=4,
             HAS_SINKS=call.sinks is not None, **EXACT, **shape,
         )  # fmt: skip
-
-
-@lru_cache
-def count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -19,7 +19,6 @@ from slipstream_kernels.attention.triton.invariant_attention import (
     _merge_parts_kernel,
     add_scores,
     count_parts,
-    count_sms,
     find_queries,
     is_split,
     merge_part,
@@ -29,6 +28,7 @@ from slipstream_kernels.attention.triton.invariant_attention import (
     store_normalised,
 )
 from slipstream_kernels.attention.triton.latent_attention import has_small_shared_memory
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
 from slipstream_kernels.triton.interpreter import dot
 from slipstream_kernels.triton.step_kernel import step_kernel, two_tensors

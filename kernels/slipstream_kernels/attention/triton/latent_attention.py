@@ -14,12 +14,14 @@ import triton.language as tl
 
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.attention.triton.attention_tiles import find_request
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as hopper_refusal
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot
 from slipstream_kernels.triton.step_kernel import step_kernel
 
-MIN_SPLIT_TOKENS = 256
+MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 2
 # Keys of a tile of 16-bit rows: with 64, 128 requests over 4k take 0.19 ms with 16 heads and 0.58 with 128; with 32,
@@ -74,14 +76,16 @@ def _latent_attention_kernel(
     tables_ptr, query_start_loc_ptr, seq_lens_ptr, tree_mask_ptr, num_requests, scale, table_stride,
     HEADS: tl.constexpr, NUM_SPLITS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_FP8: tl.constexpr, HAS_TREE: tl.constexpr,
+    IS_FP8: tl.constexpr, HAS_TREE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row tiles of all requests): one share of a request's keys; NUM_SPLITS 1 writes out directly."""
+    start_dependents(DEPENDENT)
     split, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     request = find_request(query_start_loc_ptr, num_requests, tile, HEADS, BLOCK_M)
     start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
     first_row = (tile - (start * HEADS // BLOCK_M + request)) * BLOCK_M
+    await_previous(DEPENDENT)
     if first_row >= query_len * HEADS:
         return
     seq_len = tl.load(seq_lens_ptr + request)
@@ -121,11 +125,13 @@ def _latent_attention_kernel(
 @step_kernel
 def _merge_splits_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr, num_requests, HEADS: tl.constexpr,
                          NUM_SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-                         COLUMNS: tl.constexpr):  # fmt: skip
+                         COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Grid (rows, BLOCK_R / COLUMNS): weigh the splits of one head of a token by their log-sum-exp (base 2).
 
     All splits are loaded at once: one after the other, 64 of them took 23 us. Those without keys are not read.
     """
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(query_start_loc_ptr + num_requests) * HEADS:
         return
@@ -155,19 +161,19 @@ def latent_attention(call: LatentCall) -> None:
         num_partials = num_tokens * num_heads * num_splits
         partial = torch.empty(num_partials, shape["BLOCK_R"], dtype=torch.float32, device=call.q.device)
         lse = torch.empty(num_partials, dtype=torch.float32, device=call.q.device)
-    has_tree = call.tree_mask is not None
+    has_tree, dependent = call.tree_mask is not None, dependent_launch(call.q.device)
     _latent_attention_kernel[(num_splits, num_tiles)](
         call.q, *latent_pointers(call.cache), call.out, partial, lse, call.block_tables, call.query_start_loc,
         call.seq_lens, call.tree_mask if has_tree else call.seq_lens, num_requests, call.scale,
         call.block_tables.stride(0), HEADS=num_heads, NUM_SPLITS=num_splits, BLOCK_M=block_m,
         BLOCK_N=_tile_keys(call, block_m), HAS_TREE=has_tree,
-        num_warps=8 if block_m > 16 else 4, num_stages=1 if call.q.dtype == torch.float32 else 2, **shape,
+        num_warps=8 if block_m > 16 else 4, num_stages=1 if call.q.dtype == torch.float32 else 2, **shape, **dependent,
     )  # fmt: skip
     if num_splits > 1:
         columns = min(shape["BLOCK_R"], MERGED_FEATURES)
         _merge_splits_kernel[(num_tokens * num_heads, shape["BLOCK_R"] // columns)](
             partial, lse, call.out, call.query_start_loc, num_requests, HEADS=num_heads, NUM_SPLITS=num_splits,
-            RANK=call.rank, BLOCK_R=shape["BLOCK_R"], COLUMNS=columns, num_warps=4,
+            RANK=call.rank, BLOCK_R=shape["BLOCK_R"], COLUMNS=columns, num_warps=4, **dependent,
         )  # fmt: skip
 
 
@@ -198,7 +204,7 @@ def _num_splits(call: LatentCall, num_tiles: int) -> int:
 
     A power of two: every other number is a kernel to compile, in the middle of serving.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(call.q.device), num_tiles)
+    wanted = triton.cdiv(PROGRAMS_PER_SM * count_sms(call.q.device), num_tiles)
     num_splits = max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
     return 1 << (num_splits.bit_length() - 1)
 
@@ -210,8 +216,3 @@ def has_small_shared_memory(device: torch.device) -> bool:
         return False
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return bool(properties["max_shared_mem"] < 128 << 10)
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

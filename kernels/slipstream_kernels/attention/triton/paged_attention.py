@@ -6,8 +6,6 @@ Query heads of one kv head are rows of one tile (GQA packing), so K and V are re
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
     strides,
 )
 from slipstream_kernels.attention.triton.prefill_attention import attend_long
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.kv.triton.kv_formats import (
     INT8,
     VALUE_BOOST,
@@ -245,11 +244,6 @@ def _num_splits(call: AttentionCall) -> int:
 
     A power of two: every other number is a kernel to compile, in the middle of serving.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(call.q.device), call.seq_lens.shape[0] * call.key_cache.shape[1])
+    wanted = triton.cdiv(PROGRAMS_PER_SM * count_sms(call.q.device), call.seq_lens.shape[0] * call.key_cache.shape[1])
     num_splits = max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
     return 1 << (num_splits.bit_length() - 1)
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -8,12 +8,12 @@ depends neither on the tile around it nor on its place there, so tiles may diffe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot_onto
 from slipstream_kernels.triton.step_kernel import step_kernel
@@ -191,7 +191,7 @@ def invariant_mm(
     if not num_tokens:
         return out
     tile = choose_tile(num_tokens, x.dtype)
-    splits = is_split(num_tokens, out_features, in_features, tile, _count_sms(x.device))
+    splits = is_split(num_tokens, out_features, in_features, tile, count_sms(x.device))
     num_parts = triton.cdiv(in_features, SPAN) if splits else 1
     partial = out
     if splits:
@@ -210,8 +210,3 @@ def invariant_mm(
             partial, *factors, out, num_tokens, out_features, NUM_PARTS=num_parts, BLOCK=SUM_BLOCK, num_warps=4, **flags
         )
     return out
-
-
-@lru_cache
-def _count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
