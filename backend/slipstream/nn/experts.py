@@ -31,6 +31,7 @@ class Experts:
         self.down = ExpertLinear(spec.down, context)
         self.shared = None if spec.shared is None else MLP(spec.shared, replace(context, lora=None))
         self.shared_gate = Linear(spec.gate, context.of_plain) if spec.shared_gate else None
+        self._beside = context.beside
         self._own = context.parallel.experts(spec.num_experts) if context.parallel.splits_experts else None
 
     @property
@@ -41,6 +42,7 @@ class Experts:
         """hidden: [T, hidden_size], plain."""
         assert isinstance(hidden, Tensor)
         routing, bias = self.spec.routing, self.selection_bias
+        shared, gate = self._of_shared(hidden)
         rows = ops.route_experts(
             self.router.apply(hidden),
             routing.num_experts_per_token,
@@ -54,8 +56,9 @@ class Experts:
         results = self.down.apply_grouped(inner, rows)
         if self._own is not None:
             results = ops.local_rows(results, rows)
-        routed = ops.combine_experts(results, rows, self.down.bias)
-        return routed if self.shared is None else routed + self._of_shared(self.shared, hidden)
+        if shared is not None:
+            self._beside.join(hidden)
+        return ops.combine_experts(results, rows, self.down.bias, shared=shared, shared_gate=gate)
 
     def _gated(self, hidden: Tensor, rows: ops.Routing) -> Activation:
         """What `down` reads: silu is part of the product or of what quantises it, other activations come after it."""
@@ -66,9 +69,17 @@ class Experts:
         both = self.gate_up.apply_grouped(hidden, rows, by_token=True)
         return ops.gate_experts(both, rows, self.gate_up.bias, alpha=clamped.alpha, limit=clamped.limit)
 
-    def _of_shared(self, shared: MLP, hidden: Tensor) -> Tensor:
-        result = shared(shared.activation_quant.cast(hidden))
-        return result if self.shared_gate is None else self.shared_gate.apply(hidden).sigmoid() * result
+    def _of_shared(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The shared MLP's result and its gate before the sigmoid, which are ready once the side stream is joined.
+
+        Their products fill a GPU that the routed experts' small kernels leave idle. Beside them nothing may draw from
+        skinny_gemm's queue: a router has too few outputs for it.
+        """
+        if self.shared is None:
+            return None, None
+        with self._beside.fork(hidden):
+            gate = None if self.shared_gate is None else self.shared_gate.apply(hidden)
+            return self.shared(self.shared.activation_quant.cast(hidden)), gate
 
     def linears(self) -> tuple[Linear, ...]:
         own = (self.router, self.gate_up, self.down)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import QuantMethod
 from slipstream.nn.quant.unquantized import UNQUANTIZED
+from slipstream.nn.side_stream import SideStream
 
 if TYPE_CHECKING:
     from slipstream.nn.lora import LoraRows
@@ -26,6 +27,7 @@ class LayerContext:
     expert_method: QuantMethod | None = None  # of the experts, if it differs
     lora: LoraRows | None = None  # slots of adapters beside linear layers; None: adapters are not served
     plain_method: QuantMethod = UNQUANTIZED  # of what is never quantised
+    beside: SideStream = field(default_factory=SideStream, compare=False)  # the model's, shared by its layers
 
     @property
     def computes_on(self) -> torch.device:

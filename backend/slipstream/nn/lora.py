@@ -23,7 +23,6 @@ from torch import Tensor
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
-from slipstream.nn.side_stream import SideStream
 from slipstream.nn.stored_names import Names, stored_slots, tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
@@ -41,7 +40,6 @@ class LoraRows:
     num_slots: int
     rank: int
     tiles: ops.AdapterTiles | None = field(default=None, compare=False)
-    beside: SideStream = field(default_factory=SideStream, compare=False)
 
 
 class LoraLinear(Linear):
@@ -56,7 +54,7 @@ class LoraLinear(Linear):
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
         super().__init__(spec, context)
         assert context.lora is not None
-        self._rows = context.lora
+        self._rows, self._beside = context.lora, context.beside
         self._sizes = [rows for _, rows in self.spec.parts]
         slots = self._rows.num_slots, self._rows.rank
         shapes = (len(self._sizes), *slots, self.spec.in_features), (*slots, sum(self._sizes))
@@ -80,10 +78,10 @@ class LoraLinear(Linear):
         if tiles is None:
             return super().apply(x)
         assert isinstance(x, Tensor)
-        with self._rows.beside.fork(x):  # few programs, which fit beside those of the layer's own product
+        with self._beside.fork(x):  # few programs, which fit beside those of the layer's own product
             inner = ops.lora_shrink(x, self.a, tiles)
         y = ops.linear(self.weight.input_quant.cast(x), self.weight)
-        self._rows.beside.join(x)
+        self._beside.join(x)
         return ops.lora_expand(y, inner, self.b, tiles, self._sizes)
 
     def apply_gated(self, x: ops.Activation, quant: ActivationQuant[A], activation: str = "silu") -> A:

@@ -7,12 +7,21 @@ import torch
 from slipstream_kernels.routing import Routing
 
 
-def combine_experts(y: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> torch.Tensor:
+def combine_experts(
+    y: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+) -> torch.Tensor:
     """See ops.combine_experts."""
     chosen = y[routing.rows.long()].float()
     if bias is not None:
         chosen = chosen + bias[_experts(routing)[routing.rows.long()]].float()
-    return (chosen * routing.weights[..., None]).sum(dim=1).to(y.dtype)
+    total = (chosen * routing.weights[..., None]).sum(dim=1)
+    if shared is not None:
+        total += shared.float() if shared_gate is None else shared_gate.float().sigmoid() * shared.float()
+    return total.to(y.dtype)
 
 
 def gate_experts(

@@ -27,6 +27,8 @@ def _combine_experts_kernel(
     weights_ptr,
     bias_ptr,
     offsets_ptr,
+    shared_ptr,
+    gate_ptr,
     out_ptr,
     y_row_stride,
     size,
@@ -34,6 +36,8 @@ def _combine_experts_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -51,6 +55,11 @@ def _combine_experts_kernel(
             expert = _expert_of(offsets_ptr, row, NUM_EXPERTS, EXPERTS_PADDED)
             value += tl.load(bias_ptr + expert.to(tl.int64) * size + columns, mask=mask, other=0.0).to(tl.float32)
         total += weight * value
+    if HAS_SHARED:
+        value = tl.load(shared_ptr + token * size + columns, mask=mask, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            value *= tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32))
+        total += value
     tl.store(out_ptr + token * size + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -88,7 +97,13 @@ def _gate_experts_kernel(
     tl.store(out_ptr + row * size + columns, gated.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def combine_experts(y: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> torch.Tensor:
+def combine_experts(
+    y: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+) -> torch.Tensor:
     """See ops.combine_experts."""
     num_tokens, top_k = routing.weights.shape
     out = torch.empty((num_tokens, y.shape[1]), dtype=y.dtype, device=y.device)
@@ -100,10 +115,14 @@ def combine_experts(y: torch.Tensor, routing: Routing, bias: torch.Tensor | None
         routing.weights,
         bias,
         routing.offsets,
+        shared,
+        shared_gate,
         out,
         y.stride(0),
         y.shape[1],
         TOP_K=top_k,
+        HAS_SHARED=shared is not None,
+        HAS_GATE=shared_gate is not None,
         BLOCK=COMBINE_BLOCK,
         **_bias_constants(routing, bias),
         **dependent_launch(y.device),
