@@ -128,6 +128,10 @@ def test_combining(device, backend, dtype) -> None:
     out = ops.combine_experts(y, routing, backend=backend)
     rtol, atol = ELEMENTWISE[dtype]
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+    shared, gate = (torch.randn(5, columns, device=device).to(dtype) for columns in (1030, 1))
+    for gated, added in ((None, shared.double()), (gate, shared.double() * gate.double().sigmoid())):
+        out = ops.combine_experts(y, routing, shared=shared, shared_gate=gated, backend=backend)
+        torch.testing.assert_close(out.double(), expected + added, rtol=rtol, atol=2 * atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -263,7 +267,7 @@ def test_what_gates_writes_rows_as_the_next_product_reads_them(device, gates, mo
 
 def test_wrong_operands_are_named(device) -> None:
     routing = ops.route_experts(logits_of(3, 4, device), 2)
-    x, weight = torch.zeros(3, 64, device=device), torch.zeros(4, 6, 64, device=device)
+    x, y, weight = (torch.zeros(*size, device=device) for size in ((3, 64), (6, 64), (4, 6, 64)))
     cases = [
         (lambda: ops.grouped_mm(x, weight, routing), r"x: shape \(3, 64\), expected \(6, 64\)"),
         (lambda: ops.grouped_mm(x, weight[:3], routing, by_token=True), "weight: shape .* of 4 experts"),
@@ -274,6 +278,10 @@ def test_wrong_operands_are_named(device) -> None:
         (lambda: ops.route_experts(x, 2, selection_bias=torch.zeros(63)), "selection_bias: shape"),
         (lambda: ops.route_experts(x.int(), 2), "logits: dtype"),
         (lambda: ops.combine_experts(x, routing), "y: shape"),
+        (lambda: ops.combine_experts(y, routing, shared=x[:2]), "shared: shape"),
+        (lambda: ops.combine_experts(y, routing, shared=x.half()), "shared: must be contiguous and torch.float32"),
+        (lambda: ops.combine_experts(y, routing, shared=x, shared_gate=x), "shared_gate: shape"),
+        (lambda: ops.combine_experts(y, routing, shared_gate=x[:, :1]), "shared_gate: given without shared"),
     ]
     int4 = int4_of(24, 64, 64, False, device)
     cases.append(

@@ -23,12 +23,13 @@ from typing import NamedTuple
 
 import slipstream_kernels
 import triton
+from expert_signatures import KERNELS as EXPERTS
 from invariant_signatures import KERNELS as INVARIANT
 from kernel_signatures import KERNELS as OTHERS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = [*OTHERS, *INVARIANT]
+KERNELS = [*OTHERS, *EXPERTS, *INVARIANT]
 # of Triton-lang kernels, by stem
 MODULES = {
     path.stem: f"slipstream_kernels.{path.parts[-3]}.triton.{path.stem}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from expert_signatures import GROUPED, GROUPED_TILE
 from kernel_signatures import (
     ATTENTION_SHAPE,
-    GROUPED,
-    GROUPED_TILE,
+    HEADS,
     INT_MM,
     LATENT,
     LATENT_FP8,
@@ -19,10 +19,6 @@ INVARIANT_MM = {
 }  # fmt: skip
 INVARIANT_MM_TILE = {
     "IN_FEATURES": 14336, "HAS_SCALES": False, "HAS_BIAS": True, "NUM_PARTS": 14, "SPAN": 1024, "BAND": 8, "BLOCK": 512,
-}  # fmt: skip
-HEADS = {
-    **{f"{name}_stride": "i32" for name in ("x_token", "x_head", "weight_head", "weight_feature", "weight_column")},
-    "out_token_stride": "i32", "out_head_stride": "i32",
 }  # fmt: skip
 INVARIANT_TILES = [
     ({"IS_SPLIT": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 5}, 4),

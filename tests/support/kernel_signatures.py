@@ -90,41 +90,17 @@ INT_MM_TILE = {
     "IN_FEATURES": 4096, "GROUP_SIZE": 128, "HAS_X_SCALES": False, "HAS_ZEROS": True, "HAS_BIAS": True, "BLOCK_M": 64,
     "BLOCK_N": 64, "BLOCK_K": 128, "FACTOR": triton.language.bfloat16, "IS_INT8": False, "IS_E2M1": False,
 }  # fmt: skip
+HEADS = {
+    **{f"{name}_stride": "i32" for name in ("x_token", "x_head", "weight_head", "weight_feature", "weight_column")},
+    "out_token_stride": "i32", "out_head_stride": "i32",
+}  # fmt: skip
+HEAD_MM = {**HEADS, **{name: INT_MM[name] for name in ("x_ptr", "out_ptr", "num_tokens", "out_features")}}
+HEAD_MM |= {"weight_ptr": "*bf16", "in_features": "i32"}
 MXFP4 = {"IN_FEATURES": 2880, "GROUP_SIZE": 32, "HAS_ZEROS": False, "IS_E2M1": True}
 FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
 
-GROUPED = {
-    "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "tokens_ptr": "*i32", "offsets_ptr": "*i32", "weight_ptr": "*bf16",
-    "packed_ptr": "*u8", "zeros_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*bf16", "x_row_stride": "i32",
-    "out_features": "i32", "num_tiles": "i32", "x_scales_stride": "i32", "scales_row_stride": "i32",
-}  # fmt: skip
-GROUPED_FP8 = {**GROUPED, "x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
-GROUPED_TILE = {
-    "IN_FEATURES": 4096, "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "BY_TOKEN": True, "GATED": True, "BLOCK_M": 64,
-    "BLOCK_N": 64, "BLOCK_K": 64, "NUM_STAGES": 4, "GROUP_TILES": 16, "HAS_X_SCALES": False, "HAS_SCALES": False,
-    "GROUP_SIZE": 64, "HAS_ZEROS": True, "IS_E2M1": False, "FACTOR": triton.language.bfloat16, "IS_BLOCKWISE": False,
-    "IS_INT8": False,
-}  # fmt: skip
-GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
-MXFP4_BYTES = {"packed_ptr": "*u8", "scales_ptr": "*u8", "out_ptr": "*bf16", "num_bytes": "i32"}
 INT4_BYTES = {"packed_ptr": "*u8", "scales_ptr": "*fp32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
 INT4_BYTES_TILE = {"ROW_BYTES": 5472, "GROUP_BYTES": 32, "UNIT": 32, "UNITS": 64, "HAS_ZEROS": True}
-W4A16_TILES = {
-    "qweight_ptr": "*u8", "scales_ptr": "*i32", "channel_ptr": "*fp32", "out_ptr": "*fp8e4nv", "num_tiles": "i32",
-}  # fmt: skip
-W4A16_SHAPE = {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False, "IS_E4M3": True}
-GROUPED_MXFP4_TILE = {**GROUPED_TILE, **MXFP4, "BLOCK_K": 128}
-ROUTES = {
-    "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
-    "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
-    "offsets_ptr": "*i32", "y_ptr": "*bf16", "out_ptr": "*bf16", "logits_row_stride": "i32", "num_tokens": "i32",
-    "num_pairs": "i32", "y_row_stride": "i32", "size": "i32", "alpha": "fp32", "limit": "fp32",
-}  # fmt: skip
-ROUTES_SHAPE = {
-    "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "TOP_K": 2, "RENORMALISE": True, "BLOCK_M": 32, "BLOCK": 1024,
-    "IS_SIGMOID": False, "HAS_BIAS": False, "NUM_GROUPS": 1, "TOPK_GROUPS": 1, "SUMS_TWO": False,
-}  # fmt: skip
-GROUP_ROUTES = {"IS_SIGMOID": True, "HAS_BIAS": True, "NUM_GROUPS": 4, "TOPK_GROUPS": 2, "SUMS_TWO": True}
 
 ROPE = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "q_out_ptr": "*bf16", "positions_ptr": "*i64",
@@ -290,41 +266,14 @@ KERNELS = [
         "int4_dequantise", "_int4_dequantise_kernel", {**INT4_BYTES, "out_ptr": "*fp16"},
         {"ROW_BYTES": 2048, "GROUP_BYTES": 16, "UNIT": 16, "UNITS": 128, "HAS_ZEROS": False}, 4,
     ),
-    ("route_experts", "_route_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
-    ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
-    ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES, "BLOCK_M": 8}, 4),
-    ("route_experts", "_choose_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
-    ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
-    ("combine_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     *(
-        ("combine_experts", kernel, {**ROUTES, "bias_ptr": "*bf16"}, {**ROUTES_SHAPE, "HAS_BIAS": True}, 4)
-        for kernel in ("_combine_experts_kernel", "_gate_experts_kernel")
+        (
+            "head_mm", "_head_mm_kernel", {name: kind for name, kind in HEAD_MM.items() if name != contiguous},
+            {contiguous: 1, "PADDED": padded, "BLOCK_M": rows, "BLOCK_N": features}, 4,
+        )
+        for contiguous, padded, features in (("weight_feature_stride", 128, 64), ("weight_column_stride", 512, 16))
+        for rows in (16, 64)
     ),
-    ("grouped_mm", "_grouped_mm_kernel", GROUPED, GROUPED_TILE, 4),
-    ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, GROUPED_FP8_TILE, 4),
-    ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, {**GROUPED_FP8_TILE, "IS_BLOCKWISE": True}, 4),
-    (
-        "grouped_mm", "_grouped_mm_kernel", {**GROUPED, "weight_ptr": "*i8"},
-        {**GROUPED_TILE, "HAS_SCALES": True}, 4,
-    ),
-    (
-        "grouped_mm", "_grouped_mm_kernel", {**GROUPED, "x_ptr": "*i8", "weight_ptr": "*i8"},
-        {**GROUPED_FP8_TILE, "IS_INT8": True}, 4,
-    ),
-    ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
-    ("grouped_int4_mm", "_grouped_int4_mm_kernel", {**GROUPED, "scales_ptr": "*u8"}, GROUPED_MXFP4_TILE, 4),
-    ("dequantise_w4a16", "_dequantise_w4a16_kernel", W4A16_TILES, W4A16_SHAPE, 4),
-    *(
-        ("dequantise_w4a16", "_dequantise_w4a16_kernel", {**W4A16_TILES, "out_ptr": dtype},
-         {**W4A16_SHAPE, "IS_E4M3": False, "IS_CHANNELWISE": is_channelwise}, 4)
-        for dtype, is_channelwise in (("*bf16", False), ("*fp16", True))
-    ),
-    (
-        "dequantise_w4a8", "_dequantise_w4a8_kernel",
-        {"qweight_ptr": "*u8", "out_ptr": "*fp8e4nv", "num_tiles": "i32", "half_features": "i32"},
-        {"IN_FEATURES": 1408, "TILE_BYTES": 1088}, 4,
-    ),
-    ("dequantise_mxfp4", "_dequantise_mxfp4_kernel", MXFP4_BYTES, {"GROUP_BYTES": 16, "BLOCK": 2048}, 4),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
         "logprobs", "_logprob_chunk_kernel", LOGPROBS,

@@ -202,8 +202,6 @@ def grouped_mm(
     is_blockwise = scales is not None and scales.dim() == 3
     tile = tile_of(routing, rows, is_blockwise)
     num_tiles = routing.max_tiles(tile.block_m)
-    launch = dependent_launch(weight.device)
-    launch.pop("launch_pdl", None)  # itself plainly, as gemm/triton/scaled_mm.py
     _grouped_mm_kernel[(num_tiles * triton.cdiv(width, tile.block_n),)](
         rows,
         out if x_scales is None else x_scales,
@@ -232,7 +230,7 @@ def grouped_mm(
         NUM_STAGES=tile.num_stages,
         GROUP_TILES=tile.group_tiles,
         num_warps=tile.num_warps,
-        **launch,
+        **dependent_launch(weight.device),
     )
     return out
 

@@ -74,7 +74,7 @@ def invariant_grouped_mm(
     tile = choose_tile(_rows_of_a_tile(routing), x.dtype)
     num_tiles = routing.max_tiles(tile.block_m)
     launch = dependent_launch(x.device)
-    launch.pop("launch_pdl", None)  # itself plainly, as grouped_mm
+    launch.pop("launch_pdl", None)  # itself plainly, as gemm/triton/scaled_mm.py
     _invariant_grouped_mm_kernel[(num_tiles * triton.cdiv(out_features, tile.block_n),)](
         x, routing.tokens, routing.offsets, weight, out if scales is None else scales, out, x.stride(0), out_features,
         num_tiles, IN_FEATURES=in_features, NUM_EXPERTS=num_experts,
