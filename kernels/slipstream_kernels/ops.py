@@ -46,6 +46,7 @@ from slipstream_kernels.gemm.skinny_gemm import skinny_gemm
 from slipstream_kernels.gemm.swap_ab_gemm import swap_ab_gemm
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.invariant_sums import invariant_attention_bytes, invariant_latent_bytes, invariant_mm_bytes
+from slipstream_kernels.kv.absorb_latent import absorb_latent
 from slipstream_kernels.kv.compact_kv import SlotTable, compact_kv, slot_table
 from slipstream_kernels.kv.gather_latent import gather_latent
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
@@ -109,6 +110,7 @@ __all__ = [
     "SlotTable",
     "StepRows",
     "TopLogprobs",
+    "absorb_latent",
     "accept_drafts",
     "activation_sum_columns",
     "apply_bias",

@@ -95,7 +95,7 @@ HEADS = {
     "out_token_stride": "i32", "out_head_stride": "i32",
 }  # fmt: skip
 HEAD_MM = {**HEADS, **{name: INT_MM[name] for name in ("x_ptr", "out_ptr", "num_tokens", "out_features")}}
-HEAD_MM |= {"weight_ptr": "*bf16", "in_features": "i32"}
+HEAD_MM |= {"weight_ptr": "*bf16", "in_features": "i32", "num_heads": "i32"}
 MXFP4 = {"IN_FEATURES": 2880, "GROUP_SIZE": 32, "HAS_ZEROS": False, "IS_E2M1": True}
 FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
 
@@ -154,6 +154,7 @@ WRITE_LATENT_SHAPE = {
     **LATENT_SHAPE, "NUM_HEADS": 16, "GROUPS": 1, "COLUMNS": 512, "GROUP": 512, "HALF": 32, "HALF_PADDED": 32,
     "INTERLEAVED": True,
 }  # fmt: skip
+FP8_LATENT_ROW = {"HEADS": 16, "GROUPS": 4, "COLUMNS": 128, "GROUP": 128, "IS_FP8": True}
 RAGGED = {
     **{f"{name}_ptr": "*bf16" for name in ("q", "k", "k_rope", "v", "out")}, "lse_ptr": "*fp32", "scale": "fp32",
     **{f"{name}_ptr": "*i32" for name in ("query_start_loc", "key_start_loc", "key_lens")}, "num_requests": "i32",
@@ -196,8 +197,17 @@ KERNELS = [
     ("merge_attention", "_merge_attention_kernel", LATENT, LATENT_SHAPE, 1),
     ("write_latent", "_write_latent_kernel", LATENT, WRITE_LATENT_SHAPE, 2),
     (
-        "write_latent", "_write_latent_kernel", LATENT_FP8,
-        {**WRITE_LATENT_SHAPE, "HEADS": 16, "GROUPS": 4, "COLUMNS": 128, "GROUP": 128, "IS_FP8": True}, 2,
+        "write_latent", "_write_latent_kernel", LATENT_FP8, {**WRITE_LATENT_SHAPE, **FP8_LATENT_ROW}, 2,
+    ),
+    *(
+        (
+            "absorb_latent", "_absorb_latent_kernel",
+            {**rows, **{f"keys_{name}_stride": "i32" for name in ("head", "column")}, "num_tokens": "i32",
+             "num_pairs": "i32", "in_features": "i32", "x_ptr": "*bf16", "keys_ptr": "*bf16"},
+            {**WRITE_LATENT_SHAPE, **shape, "keys_feature_stride": 1, "PADDED": 128, "BLOCK_M": tokens}, 4,
+        )
+        for rows, shape in ((LATENT, {}), (LATENT_FP8, FP8_LATENT_ROW))
+        for tokens in (16, 64)
     ),
     ("gather_latent", "_gather_latent_kernel", LATENT, LATENT_SHAPE, 1),
     ("gather_latent", "_gather_latent_kernel", LATENT_FP8, {**LATENT_SHAPE, "IS_FP8": True}, 1),

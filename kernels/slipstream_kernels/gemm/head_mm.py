@@ -17,15 +17,19 @@ MAX_IN_FEATURES = 1024  # of a tile of weights, which is loaded whole
 
 def head_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Write out[t, h] = x[t, h] @ weight[h].T, accumulated in fp32; return out."""
-    _check(x, weight, out)
-    num_tokens, num_heads, in_features = x.shape
-    refusal = None
-    if num_tokens > MAX_TOKENS or num_tokens * num_heads > MAX_ROWS:
-        refusal = f"{num_tokens} tokens of {num_heads} heads are more than {MAX_TOKENS}, or {MAX_ROWS} rows"
-    elif in_features > MAX_IN_FEATURES or x.dtype == torch.float32:
-        refusal = f"{in_features} input features are more than {MAX_IN_FEATURES}, or x is {x.dtype}"
-    select("gemm.head_mm", backend, x, refusal).head_mm(x, weight, out)
+    check_heads(x, weight, out)
+    select("gemm.head_mm", backend, x, few_tokens_refusal(x)).head_mm(x, weight, out)
     return out
+
+
+def few_tokens_refusal(x: torch.Tensor) -> str | None:
+    """Why the kernel of few tokens does not multiply these; None if it does."""
+    num_tokens, num_heads, in_features = x.shape
+    if num_tokens > MAX_TOKENS or num_tokens * num_heads > MAX_ROWS:
+        return f"{num_tokens} tokens of {num_heads} heads are more than {MAX_TOKENS}, or {MAX_ROWS} rows"
+    if in_features > MAX_IN_FEATURES or x.dtype == torch.float32:
+        return f"{in_features} input features are more than {MAX_IN_FEATURES}, or x is {x.dtype}"
+    return None
 
 
 def invariant_head_mm(
@@ -35,12 +39,13 @@ def invariant_head_mm(
 
     That is triton's; the reference's rows agree to fp32's rounding.
     """
-    _check(x, weight, out)
+    check_heads(x, weight, out)
     select("gemm.invariant_head_mm", backend, x).invariant_head_mm(x, weight, out)
     return out
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def check_heads(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise ValueError unless x and out are rows of each head and weight their products'."""
     require_float("x", x)
     num_heads, out_features, in_features = weight.shape
     require_shape("x", x, (x.shape[0], num_heads, in_features))

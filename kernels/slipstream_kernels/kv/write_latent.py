@@ -30,12 +30,30 @@ def write_latent(
     rope: of all rope_dim features, which keep their order.  norm_weight: [rank].  Computed in fp32 with the rounding of
     ops.rms_norm; rotated features are rounded to the dtype of q_rope.  FP8 scales are absmax / 448 of 128 features.
     """
+    require_shape("q_out", q_out, tuple(q_rope.shape))
+    require_unit_stride("q_out", q_out)
+    if q_out.dtype != q_rope.dtype:
+        raise ValueError(f"q_out: dtype {q_out.dtype}, expected q_rope's {q_rope.dtype}")
+    check_latents(q_rope, latent, positions, slot_mapping, rope, norm_weight, cache)
+    implementation = select("kv.write_latent", backend, q_rope)
+    implementation.write_latent(q_rope, latent, positions, slot_mapping, rope, norm_weight, eps, cache, q_out)
+
+
+def check_latents(
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope,
+    norm_weight: torch.Tensor,
+    cache: LatentCache,
+) -> None:
+    """Raise ValueError unless write_latent can take these."""
     num_tokens, _, rope_dim = q_rope.shape
     require_float("q_rope", q_rope)
-    require_shape("q_out", q_out, tuple(q_rope.shape))
     require_shape("latent", latent, (num_tokens, cache.rank + cache.rope_dim))
     require_shape("norm_weight", norm_weight, (cache.rank,))
-    for name, tensor in (("q_rope", q_rope), ("q_out", q_out), ("latent", latent), ("norm_weight", norm_weight)):
+    for name, tensor in (("q_rope", q_rope), ("latent", latent), ("norm_weight", norm_weight)):
         require_unit_stride(name, tensor)
         if tensor.dtype != q_rope.dtype:
             raise ValueError(f"{name}: dtype {tensor.dtype}, expected q_rope's {q_rope.dtype}")
@@ -46,5 +64,3 @@ def write_latent(
     if not rope.rotary_dim == rope_dim == cache.rope_dim:
         raise ValueError(f"rope: {rope.rotary_dim} features, expected {cache.rope_dim}")
     check_latent_cache(cache, q_rope.dtype)
-    implementation = select("kv.write_latent", backend, q_rope)
-    implementation.write_latent(q_rope, latent, positions, slot_mapping, rope, norm_weight, eps, cache, q_out)

@@ -125,8 +125,7 @@ class AbsorbedAndPrompts:
             if rows is None:
                 continue
             tokens = rows.tokens
-            absorbed = _absorbed(q[tokens], layer, cache)
-            write_latents(self.batch, tokens, (q, latent), layer, cache, absorbed[..., cache.rank :])
+            absorbed = self._absorb(q, latent, tokens, layer, cache)
             self._attend_absorbed(rows, absorbed, layer, cache, out[tokens], rows is self.decodes)
         if self.prompts is not None:
             tokens = self.prompts.rows.tokens
@@ -139,10 +138,26 @@ class AbsorbedAndPrompts:
         q = q[self.batch.logits_indices]
         out = q.new_empty(*q.shape[:2], layer.kv_b.shape[1] - layer.nope_dim)
         if q.shape[0]:
-            absorbed = _absorbed(q, layer, cache)
+            absorbed = q.new_empty(*q.shape[:2], cache.rank + cache.rope_dim)
+            keys = layer.kv_b[:, : layer.nope_dim].transpose(1, 2)
+            ops.head_mm(q[..., : layer.nope_dim], keys, absorbed[..., : cache.rank])
             absorbed[..., cache.rank :] = q[..., layer.nope_dim :]
             self._attend_absorbed(last_rows(self.batch), absorbed, layer, cache, out, is_decode=False)
         return out
+
+    def _absorb(self, q: Tensor, latent: Tensor, tokens: slice, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        """Store the latents of these tokens; their queries in the space of cache rows."""
+        return ops.absorb_latent(
+            q[tokens],
+            layer.kv_b[:, : layer.nope_dim],
+            latent[tokens],
+            self.batch.positions[tokens],
+            self.batch.slot_mapping[tokens],
+            layer.rope,
+            layer.norm_weight,
+            layer.norm_eps,
+            cache,
+        )
 
     def _attend_absorbed(
         self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor, is_decode: bool
@@ -225,11 +240,3 @@ def write_latents(
         cache,
         q_out,
     )
-
-
-def _absorbed(q: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
-    """Queries in the space of cache rows, [T, num_q_heads, rank + rope_dim], without their rotated part."""
-    absorbed = q.new_empty(*q.shape[:2], cache.rank + cache.rope_dim)
-    keys = layer.kv_b[:, : layer.nope_dim].transpose(1, 2)
-    ops.head_mm(q[..., : layer.nope_dim], keys, absorbed[..., : cache.rank])
-    return absorbed

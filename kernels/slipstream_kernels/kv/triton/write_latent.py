@@ -42,32 +42,33 @@ def _rotated(x_ptr, y_ptr, offsets, y_offsets, angles_ptr, is_row, HALF: tl.cons
     tl.store(y_ptr + y_offsets[:, None] + seconds[None, :], high.to(stored), mask=mask)
 
 
-# A step's prompts are views from any token on: no kernel of its own for where they begin.
-@step_kernel
-def _write_latent_kernel(
-    q_ptr, q_out_ptr, latent_ptr, norm_ptr, positions_ptr, slot_mapping_ptr, cos_sin_ptr, values_ptr, scales_ptr,
-    rope_ptr, q_token_stride, q_head_stride, out_token_stride, out_head_stride, latent_stride, values_stride,
-    scales_stride, rope_stride, eps,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, IS_FP8: tl.constexpr, INTERLEAVED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid (tokens, 1 + tiles of query heads)."""
-    start_dependents(DEPENDENT)
-    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slot_mapping_ptr + token)
-    angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+@triton.jit
+def load_norm(norm_ptr, RANK: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """[GROUPS, COLUMNS] fp32"""
     groups, columns = tl.arange(0, GROUPS), tl.arange(0, COLUMNS)
     features = groups[:, None] * GROUP + columns[None, :]
     is_feature = (features < RANK) & (columns < GROUP)[None, :]
-    weight = tl.load(norm_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
-    await_previous(DEPENDENT)
+    return tl.load(norm_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_tile(
+    q_ptr, q_out_ptr, latent_ptr, weight, values_ptr, scales_ptr, rope_ptr, q_token_stride, q_head_stride,
+    out_token_stride, out_head_stride, latent_stride, values_stride, scales_stride, rope_stride, eps, token, tile, slot,
+    angles_ptr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, IS_FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The latent and the key of a token (tile 0), or the rotated part of some of its query heads."""
     if tile > 0:
         heads = (tile - 1) * HEADS + tl.arange(0, HEADS)
         _rotated(q_ptr, q_out_ptr, token * q_token_stride + heads * q_head_stride,
                  token * out_token_stride + heads * out_head_stride, angles_ptr, heads < NUM_HEADS, HALF,
                  HALF_PADDED, INTERLEAVED)  # fmt: skip
     elif slot >= 0:
+        groups, columns = tl.arange(0, GROUPS), tl.arange(0, COLUMNS)
+        features = groups[:, None] * GROUP + columns[None, :]
+        is_feature = (features < RANK) & (columns < GROUP)[None, :]
         row_ptr = latent_ptr + token * latent_stride
         dtype = latent_ptr.dtype.element_ty
         x = tl.load(row_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
@@ -87,6 +88,30 @@ def _write_latent_kernel(
                  INTERLEAVED)  # fmt: skip
 
 
+# A step's prompts are views from any token on: no kernel of its own for where they begin.
+@step_kernel
+def _write_latent_kernel(
+    q_ptr, q_out_ptr, latent_ptr, norm_ptr, positions_ptr, slot_mapping_ptr, cos_sin_ptr, values_ptr, scales_ptr,
+    rope_ptr, q_token_stride, q_head_stride, out_token_stride, out_head_stride, latent_stride, values_stride,
+    scales_stride, rope_stride, eps,
+    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, IS_FP8: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, 1 + tiles of query heads)."""
+    start_dependents(DEPENDENT)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_mapping_ptr + token)
+    angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+    weight = load_norm(norm_ptr, RANK, GROUPS, COLUMNS, GROUP)
+    await_previous(DEPENDENT)
+    write_tile(
+        q_ptr, q_out_ptr, latent_ptr, weight, values_ptr, scales_ptr, rope_ptr, q_token_stride, q_head_stride,
+        out_token_stride, out_head_stride, latent_stride, values_stride, scales_stride, rope_stride, eps, token, tile,
+        slot, angles_ptr, NUM_HEADS, HEADS, RANK, GROUPS, COLUMNS, GROUP, HALF, HALF_PADDED, IS_FP8, INTERLEAVED,
+    )  # fmt: skip
+
+
 def write_latent(
     q_rope: torch.Tensor,
     latent: torch.Tensor,
@@ -99,19 +124,32 @@ def write_latent(
     q_out: torch.Tensor,
 ) -> None:
     """See ops.write_latent."""
-    num_tokens, num_heads, rope_dim = q_rope.shape
+    num_tokens, num_heads, _ = q_rope.shape
     if num_tokens == 0:
         return
-    half_padded = triton.next_power_of_2(rope_dim // 2)
-    heads = min(max(TILE_ELEMENTS // (2 * half_padded), 1), triton.next_power_of_2(num_heads))
-    group = LATENT_GROUP if cache.is_fp8 else cache.rank
     values = cache.values
     scales = cache.scales if cache.is_fp8 else values
-    _write_latent_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
+    shape = written_shape(num_heads, rope, cache)
+    _write_latent_kernel[(num_tokens, 1 + triton.cdiv(num_heads, shape["HEADS"]))](
         q_rope, q_out, latent, norm_weight, positions, slot_mapping, rope.cos_sin, values, scales, cache.rope,
         q_rope.stride(0), q_rope.stride(1), q_out.stride(0), q_out.stride(1), latent.stride(0), values.stride(0),
-        scales.stride(0), cache.rope.stride(0), eps,
-        NUM_HEADS=num_heads, HEADS=heads, RANK=cache.rank, GROUPS=triton.next_power_of_2(cache.rank // group),
-        COLUMNS=triton.next_power_of_2(group), GROUP=group, HALF=rope_dim // 2, HALF_PADDED=half_padded,
-        IS_FP8=cache.is_fp8, INTERLEAVED=rope.interleaved, num_warps=2, **dependent_launch(q_rope.device),
+        scales.stride(0), cache.rope.stride(0), eps, num_warps=2, **shape, **dependent_launch(q_rope.device),
     )  # fmt: skip
+
+
+def written_shape(num_heads: int, rope: Rope, cache: LatentCache) -> dict[str, int | bool]:
+    """Constants of write_tile."""
+    half_padded = triton.next_power_of_2(rope.rotary_dim // 2)
+    group = LATENT_GROUP if cache.is_fp8 else cache.rank
+    return {
+        "NUM_HEADS": num_heads,
+        "HEADS": min(max(TILE_ELEMENTS // (2 * half_padded), 1), triton.next_power_of_2(num_heads)),
+        "RANK": cache.rank,
+        "GROUPS": triton.next_power_of_2(cache.rank // group),
+        "COLUMNS": triton.next_power_of_2(group),
+        "GROUP": group,
+        "HALF": rope.rotary_dim // 2,
+        "HALF_PADDED": half_padded,
+        "IS_FP8": cache.is_fp8,
+        "INTERLEAVED": rope.interleaved,
+    }
