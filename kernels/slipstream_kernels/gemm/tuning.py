@@ -140,6 +140,10 @@ _SWAP_AB_OF_PLAIN = Use(
         Case(((33, 48),), (16385, _ONE_ROUND), (8192, MOST_ROWS), gated=True),
         Case(((49, 64),), (16385, _ONE_ROUND), (10240, MOST_ROWS), gated=True),
         Case(((33, 64),), (_MOST_OF_TWO, MOST_ROWS), (10240, MOST_ROWS), gated=True),
+        # narrow ones: routers, and what one round of two splits takes; 3648 x 2048 of 32 rows 7.0 us and 8.5
+        Case(((17, 32),), (64, 128), (1024, 2048), gated=False),
+        Case(((17, 48),), (2048, 4224), (2048, 4096), gated=False),
+        Case(((17, 32),), (4225, 6144), (3072, 4096), gated=False),
         Case(((17, 32),), (12288, 16384), (8192, 10240), gated=False),
         Case(((17, 32),), (16385, MOST_ROWS), gated=False),
     ),
