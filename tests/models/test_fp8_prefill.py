@@ -13,7 +13,8 @@ from paged_forward import PagedForward
 from rank_threads import on_each, parallels
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.key_means import FILE, check_fp8_backend, read_key_means, write_key_means
+from slipstream.nn.attention import ATTENTION_BACKENDS
+from slipstream.nn.key_means import FILE, read_key_means, rounding_refusal, write_key_means
 from slipstream.nn.load import check_model, load_model
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.spec import read_spec
@@ -142,16 +143,23 @@ def test_over_an_fp8_cache_no_file_is_needed(tmp_path: Path) -> None:
     assert all(option.fp8_probs and option.key_mean is None for option in options)
 
 
-def test_a_backend_that_rounds_nothing_is_refused() -> None:
-    """On a GPU; a CPU with an FP8 cache rounds nothing, and serves configurations of GPUs."""
-    config = ModelConfig(model="m", prefill_attention_dtype="fp8")
-    fp8, cuda = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"], torch.device("cuda")
-    check_fp8_backend(config, cuda, fp8, "split_kv_fp8")
-    check_fp8_backend(config, cuda, None, "split_kv")
-    check_fp8_backend(config, CPU, fp8, "paged")
-    for name in ("paged", "split_kv"):
-        with pytest.raises(ConfigError, match=f"attention_backend {name} rounds no queries.*accepted: auto or 16bit"):
-            check_fp8_backend(config, cuda, fp8, name)
+@pytest.mark.parametrize(
+    ("wanted", "device", "kv_dtype", "refused"),
+    [
+        ("fp8", "cuda", torch.float8_e4m3fn, {"split_kv": "it rounds no queries", "paged": "it rounds no queries"}),
+        ("fp8", "cuda", None, {}),
+        ("fp8", "cpu", torch.float8_e4m3fn, {}),  # a CPU rounds nothing, and serves configurations of GPUs
+        ("16bit", "cuda", torch.float8_e4m3fn, {"split_kv_fp8": "it rounds queries"}),
+        ("auto", "cuda", torch.float8_e4m3fn, {}),
+    ],
+)
+def test_backends_that_attend_otherwise_are_refused(
+    wanted: str, device: str, kv_dtype: torch.dtype | None, refused: dict[str, str]
+) -> None:
+    config = ModelConfig(model="m", prefill_attention_dtype=wanted)
+    for name in ("split_kv_fp8", "split_kv", "paged"):
+        reason = rounding_refusal(ATTENTION_BACKENDS.get(name), config, torch.device(device), kv_dtype)
+        assert refused.get(name, "None") in str(reason)
 
 
 def test_a_wrong_file_is_named(measured: Path, tmp_path: Path) -> None:

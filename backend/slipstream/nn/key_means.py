@@ -18,14 +18,15 @@ from torch import Tensor
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.nn.attention import AttentionBackendType, SplitKVFp8Attention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
 
 FIELD = "prefill_attention_dtype"
-FP8 = "fp8"
+FP8, SIXTEEN_BIT = "fp8", "16bit"
+_OTHERS = f"auto or {SIXTEEN_BIT}"
 FILE = "key_means.safetensors"
-SPLIT_KV_FP8 = "split_kv_fp8"
 FP8_CACHE = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]
 
 
@@ -37,18 +38,19 @@ def check_fp8_prefill(
         return
     refusal = _refusal(config, spec, device, kv_dtype)
     if refusal is not None:
-        raise ConfigError(FIELD, FP8, f"{refusal}; accepted: auto or 16bit")
+        raise ConfigError(FIELD, FP8, f"{refusal}; accepted: {_OTHERS}")
 
 
-def check_fp8_backend(
-    config: ModelConfig, device: torch.device, kv_dtype: torch.dtype | None, backend_name: str
-) -> None:
-    """Raise ConfigError if the attention that serves on a GPU would round nothing."""
-    if config.prefill_attention_dtype != FP8 or device.type != "cuda":
-        return
-    if kv_dtype == FP8_CACHE and backend_name != SPLIT_KV_FP8:
-        reason = f"attention_backend {backend_name} rounds no queries; over an FP8 cache it needs {SPLIT_KV_FP8}"
-        raise ConfigError(FIELD, FP8, f"{reason}; accepted: auto or 16bit")
+def rounding_refusal(
+    backend: AttentionBackendType, config: ModelConfig, device: torch.device, kv_dtype: torch.dtype | None
+) -> str | None:
+    """Why the backend's prompts would not attend in the type that is asked for, or None."""
+    rounds_queries, wanted = backend is SplitKVFp8Attention, config.prefill_attention_dtype
+    if wanted == SIXTEEN_BIT and rounds_queries:
+        return f"{FIELD}={wanted}: it rounds queries"
+    if wanted == FP8 and device.type == "cuda" and kv_dtype == FP8_CACHE and not rounds_queries:
+        return f"{FIELD}={wanted}: over an FP8 cache it rounds no queries; accepted: {_OTHERS}"
+    return None
 
 
 def _refusal(config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None) -> str | None:
@@ -78,7 +80,7 @@ def read_key_means(folder: Path, spec: DecoderSpec) -> list[Tensor]:
         stored = load_file(path)
     except FileNotFoundError:
         how = "make it: build/key_means.py --model … --text …"
-        raise ConfigError(FIELD, FP8, f"needs {path}; {how}; accepted without it: auto or 16bit") from None
+        raise ConfigError(FIELD, FP8, f"needs {path}; {how}; accepted without it: {_OTHERS}") from None
     except (OSError, SafetensorError) as error:
         raise ConfigError(FIELD, FP8, f"{path} is not a readable safetensors file: {error}") from error
     means = []

@@ -10,18 +10,16 @@ import torch
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT, INVARIANT_LATENT
-from slipstream.nn.attention.backend import AttentionBackendType
 from slipstream.nn.attention.latent import LatentBackend
-from slipstream.nn.attention.split_kv import SplitKVFp8Attention
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.key_means import FP8 as FP8_PREFILL
 from slipstream.nn.key_means import (
     attend_in_fp8,
-    check_fp8_backend,
     check_fp8_prefill,
     needs_key_means,
     read_key_means,
+    rounding_refusal,
     zero_means,
 )
 from slipstream.nn.layer_context import LayerContext
@@ -165,19 +163,6 @@ def _wanted_attention(config: ModelConfig, spec: DecoderSpec) -> str | None:
     return wanted
 
 
-def _attention_refusal(
-    entry: AttentionBackendType,
-    config: ModelConfig,
-    spec: DecoderSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-) -> str | None:
-    if config.prefill_attention_dtype == "16bit" and entry is SplitKVFp8Attention:
-        return "prefill_attention_dtype=16bit: it rounds queries"
-    return entry.supports(spec, device, dtype, kv_dtype)
-
-
 def _build(
     config: ModelConfig,
     spec: DecoderSpec,
@@ -199,9 +184,9 @@ def _build(
     check_fp8_prefill(config, spec, device, kv_dtype)
     own = spec.of_rank(parallel)
     backend_name, backend = ATTENTION_BACKENDS.select(
-        lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config, own)
+        lambda entry: rounding_refusal(entry, config, device, kv_dtype) or entry.supports(own, device, dtype, kv_dtype),
+        _wanted_attention(config, own),
     )
-    check_fp8_backend(config, device, kv_dtype, backend_name)
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
     context = _context(config, methods, place or device, dtype, parallel, device)
     return Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)

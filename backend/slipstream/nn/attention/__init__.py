@@ -3,6 +3,7 @@
 from slipstream.nn.attention.backend import (
     ATTENTION_BACKENDS,
     AttentionBackend,
+    AttentionBackendType,
     GroupedStep,
     LatentLayer,
     LatentStep,
@@ -33,10 +34,12 @@ __all__ = [
     "INVARIANT",
     "INVARIANT_LATENT",
     "AttentionBackend",
+    "AttentionBackendType",
     "GroupedStep",
     "LatentLayer",
     "LatentStep",
     "LayerAttention",
     "QKRope",
+    "SplitKVFp8Attention",
     "StepAttention",
 ]
