@@ -196,6 +196,32 @@ def test_what_was_missed_can_be_asked_for(tiny_llama: Path, tmp_path: Path) -> N
         asking.close(linger=0)
 
 
+def test_an_asker_gets_all_that_is_kept_however_much(tmp_path: Path) -> None:
+    """Many times what a queue of ZeroMQ holds, beside an asker that does not read and one that is gone."""
+    replay, number = f"ipc://{tmp_path}/replay", 5000
+    publisher = KVEventPublisher(f"ipc://{tmp_path}/events", replay, "", BLOCK)
+    wait_until(lambda: len(publisher._kept) == 1, "the news that nothing is cached")
+    for index in range(1, number):  # the thread's queue stays empty meanwhile
+        publisher._send(publisher._shown(BlockStored(index.to_bytes(16, "big"), None, list(range(64)), DEVICE)))
+    askers = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(3)]
+    for asker in askers:
+        asker.setsockopt(zmq.RCVHWM, 1)
+        asker.connect(replay)
+        asker.send_multipart([b"", (0).to_bytes(8, "big")])
+    _, asking, gone = askers
+    assert gone.poll(1000 * PATIENCE_S)
+    gone.close(linger=0)
+    numbers = []
+    while not numbers or numbers[-1] >= 0:
+        assert asking.poll(1000 * PATIENCE_S), f"nothing comes after {numbers[-1:]}"
+        numbers.append(int.from_bytes(asking.recv_multipart()[1], "big", signed=True))
+    assert numbers == [*range(number), -1]
+    wait_until(lambda: len(publisher._asked) == 1, "only the one that does not read is left")
+    publisher.close()
+    for asker in askers:
+        asker.close(linger=0)
+
+
 def test_events_that_come_too_fast_leave_no_wrong_belief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_QUEUED_EVENTS", 50)
     publisher = kv_events.KVEventPublisher(f"ipc://{tmp_path}/events", "", "", BLOCK)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from itertools import islice
 from typing import Any
 
 from slipstream.core.config import CacheConfig
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_EVENTS = 1 << 16
 MAX_KEPT_BATCHES = 10_000  # for replay, as vLLM
 MAX_KEPT_BYTES = 64 << 20
+MAX_ASKERS = 64  # at a time; of more, the first is forgotten and gets no end
+_MAX_QUEUED_BATCHES = 256  # for an asker that does not read
 _PERIOD_S = 0.05
 # Until subscribers have come back to an engine that has been started again: ZeroMQ tries every 0.1 s by default.
 _RECONNECT_S = 1.0
@@ -65,6 +68,7 @@ class KVEventPublisher:
         self._router = None
         if replay_endpoint:
             self._router = self._bound(zmq.ROUTER, "kv_events_replay_endpoint", replay_endpoint)
+        self._asked: dict[bytes, int] = {}  # askers, and the next number of each
         self._queue: deque[KVEvent] = deque()
         self._is_full = False
         self._is_closed = threading.Event()
@@ -149,22 +153,43 @@ class KVEventPublisher:
         self._number += 1
 
     def _answer_replays(self) -> None:
-        """One question at a time. An asker that does not read gets no more, and keeps nobody waiting."""
-        if self._router is None or not self._router.poll(0):
+        """Each asker gets what its queue holds, and the rest in later periods: nothing is skipped, nobody waits."""
+        if self._router is None:
             return
-        asker, *frames = self._router.recv_multipart()
-        first = int.from_bytes(frames[-1], "big") if len(frames) == 2 and len(frames[-1]) == 8 else self._number
-        asked = [(number.to_bytes(8, "big"), payload) for number, payload in self._kept if number >= first]
-        try:
-            for number, payload in (*asked, (_END, b"")):
-                self._router.send_multipart([asker, b"", number, payload])
-        except self._zmq.ZMQError as error:
-            logger.info("an asker for KV events is given up: %s", error)
+        for _ in range(MAX_ASKERS):
+            if not self._router.poll(0):
+                break
+            asker, *frames = self._router.recv_multipart()
+            is_question = len(frames) == 2 and len(frames[-1]) == 8
+            self._asked[asker] = int.from_bytes(frames[-1], "big") if is_question else self._number
+            while len(self._asked) > MAX_ASKERS:
+                del self._asked[next(iter(self._asked))]
+        for asker in list(self._asked):
+            try:
+                self._replay(self._router, asker)
+                del self._asked[asker]
+            except self._zmq.Again:  # its queue is full
+                continue
+            except self._zmq.ZMQError as error:
+                logger.info("an asker for KV events is given up: %s", error)
+                del self._asked[asker]
+
+    def _replay(self, router: Any, asker: bytes) -> None:
+        """What is kept from the number that is asked for on, and the end. Raises ZMQError, with what is left in
+        _asked."""
+        oldest = self._number - len(self._kept)
+        for number, payload in islice(self._kept, max(0, self._asked[asker] - oldest), None):
+            router.send_multipart([asker, b"", number.to_bytes(8, "big"), payload])
+            self._asked[asker] = number + 1
+        router.send_multipart([asker, b"", _END, b""])
 
     def _bound(self, kind: int, field: str, endpoint: str) -> Any:
         socket = self._context.socket(kind)
         socket.setsockopt(self._zmq.SNDTIMEO, 0)  # to subscribers that do not read, nothing is sent
         socket.setsockopt(self._zmq.MAXMSGSIZE, 1024)  # of questions
+        if kind == self._zmq.ROUTER:
+            socket.setsockopt(self._zmq.SNDHWM, _MAX_QUEUED_BATCHES)
+            socket.setsockopt(self._zmq.ROUTER_MANDATORY, 1)  # else what a full queue does not take is dropped
         try:
             socket.bind(endpoint)
         except self._zmq.ZMQError as error:
