@@ -24,6 +24,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.wire_messages import Config
 
 ROOT = Path(__file__).resolve().parents[2]
+MANY_DIGITS = "9" * 5000  # more than int() takes
 
 
 def parse(folder: Path, **parameters: str) -> EngineConfig:
@@ -68,6 +69,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "lora_modules": {"enable_lora": "true"},
         "lora_root": {"enable_lora": "true"},
         "lora_cache_host_memory_bytes": {"enable_lora": "true"},
+        "kv_events_replay_endpoint": {"kv_events_endpoint": "tcp://127.0.0.1:5557"},
     }.get(parameter.name, {})
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
@@ -124,6 +126,15 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"lora_modules": "a=b"}, "lora_modules='a=b': accepted: a JSON object of names and folders"),
         ({"lora_modules": '{"a": 1}'}, "lora_modules='{\"a\": 1}': accepted: a JSON object of names and folders"),
         ({"kv_events_endpoint": "127.0.0.1:5557"}, "kv_events_endpoint='127.0.0.1:5557': accepted: tcp://HOST:PORT or"),
+        ({"kv_events_endpoint": "tcp://h:65536"}, "kv_events_endpoint='tcp://h:65536': accepted: tcp://HOST:PORT or"),
+        ({"kv_events_endpoint": "tcp://:5557"}, "kv_events_endpoint='tcp://:5557': accepted: tcp://HOST:PORT or"),
+        ({"kv_events_replay_endpoint": "tcp://h:5557"},
+         "kv_events_replay_endpoint='tcp://h:5557': accepted with kv_events_endpoint"),
+        ({"kv_events_endpoint": "tcp://h:5557", "kv_events_replay_endpoint": "tcp://h:5557"},
+         "kv_events_replay_endpoint='tcp://h:5557': accepted: another than kv_events_endpoint"),
+        ({"rank_address": f"h:{MANY_DIGITS}"}, "rank_address='h:9+': accepted: HOST:PORT"),
+        ({"cuda_graphs": f"1,{MANY_DIGITS}"}, "cuda_graphs='1,9+': accepted: auto, off, or integers"),
+        ({"pipeline_layers": MANY_DIGITS}, "pipeline_layers='9+': accepted: numbers from 1 on"),
         ({"max_loras": "0"}, "max_loras='0': accepted: an integer from 1 to 256"),
         ({"lora_cache_host_memory_bytes": "1"}, "lora_cache_host_memory_bytes=1: accepted with enable_lora=true"),
         ({"lora_cache_gpu_memory_fraction": "1"}, "lora_cache_gpu_memory_fraction='1': .*max_loras"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from slipstream.core.config_parse import with_replica
 from slipstream.core.errors import ConfigError
 from slipstream.core.replicas import MAX_REPLICAS, Replica, read_replica
@@ -63,6 +63,28 @@ def test_what_one_engine_alone_can_have(config: EngineConfig, message: str) -> N
     with pytest.raises(ConfigError, match=message):
         with_replica(config, [{"count": 2}], 0)
     assert with_replica(config, [{"count": 1}], 0) == config
+
+
+@pytest.mark.parametrize(
+    ("events", "replay", "count", "refused"),
+    [
+        ("tcp://h:5557", "tcp://h:5558", 2, r"kv_events_replay_endpoint='tcp://h:5558': .* 2 engines: a port at least"),
+        ("tcp://h:5560", "tcp://h:5558", 3, r"kv_events_replay_endpoint='tcp://h:5558': .* 3 engines: a port at least"),
+        ("tcp://h:65535", "", 2, "kv_events_endpoint=65535: accepted with 2 engines: ports up to 65534"),
+        ("tcp://h:5557", "tcp://h:65534", 3, "kv_events_replay_endpoint=65534: accepted with 3 engines"),
+        ("tcp://h:5557", "tcp://h:5558", 1, ""),
+        ("tcp://h:5557", "tcp://h:5559", 2, ""),
+        ("tcp://h:5557", "tcp://other:5558", 2, ""),
+        ("ipc:///run/kv", "tcp://h:65534", 2, ""),
+    ],
+)
+def test_engines_have_ports_of_their_own_for_kv_events(events: str, replay: str, count: int, refused: str) -> None:
+    config = EngineConfig(cache=CacheConfig(events_endpoint=events, events_replay_endpoint=replay))
+    if not refused:
+        with_replica(config, [{"count": count}], 0)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        with_replica(config, [{"count": count}], 0)
 
 
 def config_of(

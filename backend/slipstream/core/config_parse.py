@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
-from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
+from slipstream.core.config_table import FOREIGN, MOST_PORT, PARAMETERS
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
 from slipstream.core.errors import ConfigError
 from slipstream.core.numerals import read_decimal, read_whole
@@ -65,6 +65,7 @@ def with_replica(config: EngineConfig, groups: Sequence[Mapping[str, Any]], inde
             "accepted with several engines in instance_group: 0, as only one of them would have what a client sends"
         )
         raise ConfigError("lora_cache_host_memory_bytes", model.lora_cache_bytes, reason)
+    _check_events(config.cache, replica.num_replicas)
     return replace(config, parallel=replace(parallel, replica=replica))
 
 
@@ -294,6 +295,7 @@ def check(config: EngineConfig) -> None:
         )
     _check_drafters(config)
     _check_nodes(config.parallel)
+    _check_events(config.cache, 1)
     _check_lora(config)
     if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
         limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
@@ -308,6 +310,23 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         raise ConfigError("num_nodes", num_nodes, f"accepted: 1, or what divides the {size} ranks of the model")
     if not parallel.rank_secret_file:
         raise ConfigError("rank_secret_file", "", "missing; accepted with several nodes: a file that all of them have")
+
+
+def _check_events(cache: CacheConfig, num_engines: int) -> None:
+    """The engines of a model publish at ports one after the other, from each endpoint's on."""
+    name, given, replay = "kv_events_replay_endpoint", cache.events_endpoint, cache.events_replay_endpoint
+    if replay and not given:
+        raise ConfigError(name, replay, "accepted with kv_events_endpoint")
+    if replay and replay == given:
+        raise ConfigError(name, replay, "accepted: another than kv_events_endpoint")
+    (host, _, port), (replay_host, _, replay_port) = given.rpartition(":"), replay.rpartition(":")
+    ports = [int(one) for one in (port, replay_port) if one.isdecimal()]
+    if ports and max(ports) + num_engines - 1 > MOST_PORT:
+        accepted = f"accepted with {num_engines} engines: ports up to {MOST_PORT - num_engines + 1}"
+        raise ConfigError("kv_events_endpoint" if port == str(max(ports)) else name, max(ports), accepted)
+    if host == replay_host and len(ports) == 2 and abs(ports[0] - ports[1]) < num_engines:
+        accepted = f"accepted with {num_engines} engines: a port at least {num_engines} from kv_events_endpoint's"
+        raise ConfigError(name, replay, accepted)
 
 
 def _check_lora(config: EngineConfig) -> None:

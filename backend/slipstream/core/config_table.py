@@ -30,6 +30,7 @@ from slipstream.core.config import (
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import RequestError
 from slipstream.core.logits_processors import named_classes
+from slipstream.core.numerals import is_whole
 from slipstream.core.parameter import FRACTION, Parameter, at_least, between
 from slipstream.core.settings import BY_NAME, MAX_BEAMS
 from slipstream.core.trace_context import ENDPOINT_FORM, is_endpoint
@@ -55,6 +56,8 @@ _POWER_OF_TWO: dict[str, Any] = {
 }
 _MOST_DRAFTS = 63  # core/drafts.py
 _MOST_LAYERS = 1000  # of a stage
+_MOST_REQUESTS = 1 << 20  # of a step, far beyond any max_num_seqs that fits
+MOST_PORT = (1 << 16) - 1
 _METHODS = DRAFT_METHODS.names()
 # what vLLM's `quantization` says of checkpoints that are stored so
 _STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt")
@@ -72,18 +75,17 @@ def _are_alias_sets(value: str) -> bool:
 
 def _is_graph_sizes(value: str) -> bool:
     sizes = value.split(",")
-    return value in ("auto", "off") or all(size.strip().isdecimal() and int(size) >= 1 for size in sizes)
+    return value in ("auto", "off") or all(is_whole(size.strip(), 1, _MOST_REQUESTS) for size in sizes)
 
 
 def _is_address(value: str) -> bool:
     host, _, port = value.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+    return bool(host) and is_whole(port, 1, MOST_PORT)
 
 
 def _is_endpoint(value: str) -> bool:
     kind, _, rest = value.partition("://")
-    is_port = rest.rpartition(":")[2].isdecimal()
-    return not value or (kind == "tcp" and is_port) or (kind == "ipc" and bool(rest))
+    return not value or (kind == "tcp" and _is_address(rest)) or (kind == "ipc" and bool(rest))
 
 
 def _are_adapters(value: str) -> bool:
@@ -103,7 +105,7 @@ def _are_classes(value: str) -> bool:
 
 
 def _are_counts(value: str) -> bool:
-    return all(count.isdecimal() and 1 <= int(count) <= _MOST_LAYERS for count in value.split(",")) if value else True
+    return not value or all(is_whole(count, 1, _MOST_LAYERS) for count in value.split(","))
 
 
 PARAMETERS: tuple[Parameter, ...] = (

@@ -26,6 +26,11 @@ def read_decimal(text: str) -> float:
     return number
 
 
+def is_whole(text: str, least: int, most: int) -> bool:
+    """Whether text is ASCII digits and nothing else, for a number from least to most, which has at most 18 digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18 and least <= int(text) <= most
+
+
 def _matched(grammar: re.Pattern[str], text: str) -> str:
     bare = text.strip(_SPACE)
     if grammar.fullmatch(bare) is None:

@@ -35,10 +35,6 @@ _END = (-1).to_bytes(8, "big", signed=True)
 def open_kv_events(config: CacheConfig, replica: int) -> KVEventPublisher | None:
     """replica: of several engines of a model; each has ports of its own, one after the other. Raises ConfigError."""
     if not config.events_endpoint:
-        if config.events_replay_endpoint:
-            raise ConfigError(
-                "kv_events_replay_endpoint", config.events_replay_endpoint, "accepted with kv_events_endpoint"
-            )
         return None
     endpoint, replay = _of_replica(config.events_endpoint, replica), _of_replica(config.events_replay_endpoint, replica)
     return KVEventPublisher(endpoint, replay, config.events_topic, config.block_size, replica)
