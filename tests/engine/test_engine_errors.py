@@ -80,3 +80,14 @@ def test_a_failing_engine_answers_everybody_and_exits_with_1(
     assert len(told) == 1 and "out of luck" not in str(told)
     assert told.pop().split(":")[0] in caplog.text and "out of luck" in caplog.text
     assert null_server.join() == 1
+
+
+def test_a_backend_that_is_gone_with_unread_frames_ends_the_server_as_any_other(
+    backend: Backend, null_server: InThread
+) -> None:
+    """The kernel then reports a reset connection instead of its end."""
+    null_server.slow_down(0.005)
+    backend.request(1, 30)
+    wait_until(lambda: null_server.num_steps > 2, "answers that nobody reads")
+    backend.connection.close()
+    assert null_server.join() == 0

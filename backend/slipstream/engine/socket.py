@@ -62,8 +62,9 @@ class EngineLink:
 
     def _read_frames(self) -> Iterator[tuple[wire.FrameType, bytes]]:
         buffer = wire.FrameBuffer()
-        while data := self._socket.recv(_RECEIVE_BYTES):
-            yield from buffer.feed(data)
+        with suppress(ConnectionResetError):  # the backend has closed it before it read all that was sent
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                yield from buffer.feed(data)
 
 
 logger = logging.getLogger(__name__)
