@@ -27,10 +27,12 @@ def base_spec(
     linear_parts: tuple[str, ...] = (*ATTENTION_PARTS, *MLP_PARTS),
     names: Names = LLAMA_NAMES,
     rotated_part: float | None = None,
+    is_interleaved: bool = False,
 ) -> DecoderSpec:
     """Equal layers without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError.
 
     linear_parts: those that one method holds. names: the family's. rotated_part: as read_rope takes it.
+    is_interleaved: as RopeSpec has it.
     """
     hidden_size = config.integer("hidden_size")
     num_q_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
@@ -51,7 +53,7 @@ def base_spec(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rope=read_rope(config, head_dim, rotated_part),
+        rope=replace(read_rope(config, head_dim, rotated_part), is_interleaved=is_interleaved),
     )
     mlp = DenseSpec(hidden_size, config.integer("intermediate_size"), activation)
     return DecoderSpec(

@@ -5,10 +5,8 @@ Experts are ranked by their softmax and a bias. Source: the ERNIE 4.5 technical 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, RouterSpec
+from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec, RouterSpec
 from slipstream.nn.load_transforms import Unsqueeze
 from slipstream.nn.models.common import base_spec, with_biases
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
@@ -48,12 +46,8 @@ def read_moe(config: HFConfig) -> DecoderSpec:
 
 
 def _base(config: HFConfig, linear_parts: tuple[str, ...]) -> DecoderSpec:
-    def change(attention: AttentionSpec) -> AttentionSpec:
-        assert attention.rope is not None
-        return replace(attention, rope=replace(attention.rope, is_interleaved=True))
-
     config = config.with_defaults(rms_norm_eps=1e-5, rope_theta=THETA, tie_word_embeddings=True)
-    return base_spec(config, linear_parts).map_attention(change)
+    return base_spec(config, linear_parts, is_interleaved=True)
 
 
 def _dense_layers(config: HFConfig, num_layers: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import AttentionSpec
 from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
@@ -19,12 +18,8 @@ NAMES = {**LLAMA_NAMES, "gate": GATE_UP, "up": GATE_UP}
 def read_spec(config: HFConfig, names: Names = NAMES, norm_eps: float = NORM_EPS) -> DecoderSpec:
     """norm_eps: where the config does not say."""
     bias = config.boolean("attention_bias", True)
-
-    def change(attention: AttentionSpec) -> AttentionSpec:
-        assert attention.rope is not None
-        return replace(attention, rope=replace(attention.rope, is_interleaved=True), qkv_bias=bias)
-
-    spec = base_spec(config, names=names, rotated_part=ROTATED_PART).map_attention(change)
+    spec = base_spec(config, names=names, rotated_part=ROTATED_PART, is_interleaved=True)
+    spec = spec.map_attention(lambda own: replace(own, qkv_bias=bias))
     return replace(spec, norm_eps=config.number("rms_norm_eps", norm_eps))
 
 

@@ -41,7 +41,8 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
     rope_dim, nope_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     if config.boolean("attention_bias", False):
         raise config.error("attention_bias", "must be false: latent attention is served without biases")
-    spec = base_spec(config.with_values(head_dim=rope_dim), latent_parts(config), names)
+    of_rope = config.with_values(head_dim=rope_dim)
+    spec = base_spec(of_rope, latent_parts(config), names, is_interleaved=is_interleaved)
     q_rank = config.integer("q_lora_rank") if config.has("q_lora_rank") else 0
     latent = LatentSpec(
         config.integer("kv_lora_rank"),
@@ -56,7 +57,7 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
 
     def change(own: AttentionSpec) -> AttentionSpec:
         assert own.rope is not None
-        rope = without_query_scaling(replace(own.rope, is_interleaved=is_interleaved))
+        rope = without_query_scaling(own.rope)
         return replace(own, num_kv_heads=1, head_dim=head_dim, rope=rope, scale=scale, latent=latent)
 
     return spec.map_attention(change)
