@@ -159,6 +159,14 @@ def test_latent_attention_is_served_up_to_the_first_scaled_query(
         load_model(ModelConfig(model=str(tmp_path), device="cpu", max_model_len=17))
 
 
+def test_a_factor_that_follows_from_lengths_scales_latent_scores_too(tmp_path: Path) -> None:
+    """Of 64 tokens declared and 16 before: 4, with which Hugging Face has the same logits."""
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.0}
+    sizes = {"rope_parameters": {"rope_theta": 10000.0, "factor": 4.0, **scaling}, "n_group": 1, "topk_group": 1}
+    checkpoint = make_checkpoint("deepseek-v3", tmp_path, **sizes)
+    assert relative_error(logits(tmp_path, scaling), checkpoint.logits(PROMPT)) <= 1e-4
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -12,6 +12,7 @@ from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.module_lists import linear_modules
 from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.models.rope import without_query_scaling
+from slipstream.nn.rope_spec import RopeSpec
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Name, Names
 
@@ -53,10 +54,10 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
         _has_plain_kv_b(config, names, spec),
     )
     head_dim = nope_dim + rope_dim
-    scale = head_dim**-0.5 * _score_factor(config)
 
     def change(own: AttentionSpec) -> AttentionSpec:
         assert own.rope is not None
+        scale = head_dim**-0.5 * _score_factor(config, own.rope)
         rope = without_query_scaling(own.rope)
         return replace(own, num_kv_heads=1, head_dim=head_dim, rope=rope, scale=scale, latent=latent)
 
@@ -75,13 +76,9 @@ def _has_plain_kv_b(config: HFConfig, names: Names, spec: DecoderSpec) -> bool:
     return False
 
 
-def _score_factor(config: HFConfig) -> float:
+def _score_factor(config: HFConfig, rope: RopeSpec) -> float:
     """DeepSeek's factor of scores beside scaled positions: the square of YaRN's factor by mscale_all_dim."""
     section = config.section("rope_scaling") or config.section("rope_parameters")
-    if section is None or not section.values.get("mscale_all_dim"):
+    if section is None or not section.values.get("mscale_all_dim") or rope.type == "default" or rope.factor <= 1:
         return 1.0
-    kind = section.string("rope_type" if section.has("rope_type") else "type", "default")
-    factor = section.number("factor", 1.0)
-    if kind == "default" or factor <= 1:
-        return 1.0
-    return (0.1 * section.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+    return (0.1 * section.number("mscale_all_dim") * math.log(rope.factor) + 1.0) ** 2
