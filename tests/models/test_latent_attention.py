@@ -218,6 +218,29 @@ def test_a_null_is_refused_where_hugging_face_refuses_it(tmp_path: Path) -> None
         AutoConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("variant", "fields", "named"),
+    [
+        ("deepseek-v3", {"n_group": 3}, "n_group=3: must divide n_routed_experts=8 into groups of at least 2"),
+        ("deepseek-v3", {"n_group": 8}, "n_group=8: must divide n_routed_experts=8 into groups of at least 2"),
+        ("deepseek-v2", {"topk_group": 5}, "topk_group=5: must be at most n_group=4"),
+        (
+            "deepseek-v2", {"num_experts_per_tok": 5},
+            "num_experts_per_tok=5: must be at most 4, the experts of topk_group=2 of n_group=4 groups",
+        ),
+        ("deepseek-v3", {"n_routed_experts": 1028}, "n_routed_experts=1028: must be an integer of at most 1024"),
+        ("glm4-moe-lite", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: must be even"),
+    ],
+)  # fmt: skip
+def test_a_field_that_does_not_fit_others_is_named(
+    variant: str, fields: dict[str, int], named: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(variant, tmp_path).path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(ConfigError, match=rf"^config\.json {named}"):
+        load(tmp_path)
+
+
 def test_deterministic_mode_reads_stored_weights(full: Path, tmp_path: Path) -> None:
     """FP8 with a scale a tensor, kv_b as numbers; activations stay as they are. It has no products of blocks."""
     dynamic = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": KEPT}

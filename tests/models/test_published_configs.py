@@ -94,7 +94,7 @@ def test_what_a_config_leaves_out_is_what_hugging_face_takes(
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types=.*must be 26 of"),
         ("gemma-3-1b-it", {"sliding_window": None}, "sliding_window=None: is missing"),
         ("gemma-3-1b-it", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config=None: is missing"),
-        ("GLM-4.5-Air", {"n_group": 3}, "router: 128 experts are not 3 groups"),
+        ("GLM-4.5-Air", {"n_group": 3}, "n_group=3: must divide n_routed_experts=128"),
         ("GLM-4.5-Air", {"num_experts_per_tok": 129}, "num_experts_per_tok=129"),
         ("GLM-4.5-Air", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
         ("GLM-4-9B-0414", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5: must leave an even part"),

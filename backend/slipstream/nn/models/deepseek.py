@@ -13,7 +13,7 @@ from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec, RouterSpec
 from slipstream.nn.models.family import FAMILIES, Family
 from slipstream.nn.models.glm4_moe import MLP, MTP_LAYER, read_experts
 from slipstream.nn.models.latent import LATENT_NAMES, latent_parts, latent_spec
-from slipstream.nn.models.mixture import SHARED, expert_names, with_experts
+from slipstream.nn.models.mixture import SHARED, expert_names, read_groups, with_experts
 from slipstream.nn.spec import DecoderSpec
 
 V2_NAMES = {**expert_names(MLP, shared="shared_experts"), **LATENT_NAMES}
@@ -26,7 +26,7 @@ def read_v2(config: HFConfig) -> DecoderSpec:
     if config.boolean("norm_topk_prob", False):
         raise config.error("norm_topk_prob", "must be false in this architecture")
     in_groups = config.choice("topk_method", (ALL_EXPERTS, IN_GROUPS), ALL_EXPERTS) == IN_GROUPS
-    groups = (config.integer("n_group", 1), config.integer("topk_group", 1)) if in_groups else (1, 1)
+    groups = read_groups(config, least_size=1) if in_groups else (1, 1)
     rule = RoutingRule("softmax", False, config.number("routed_scaling_factor", 1.0), *groups, "max")
     hidden_size, size = config.integer("hidden_size"), config.integer("moe_intermediate_size")
     num_shared = config.integer("n_shared_experts", 2, minimum=0)

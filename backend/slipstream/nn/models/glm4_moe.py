@@ -14,7 +14,7 @@ from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec, RouterSpec
 from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.family import FAMILIES, Family
 from slipstream.nn.models.glm import ROTATED_PART
-from slipstream.nn.models.mixture import SHARED, expert_names, with_experts
+from slipstream.nn.models.mixture import SHARED, expert_names, read_groups, with_experts
 from slipstream.nn.models.module_lists import ATTENTION_PARTS
 from slipstream.nn.spec import DecoderSpec
 
@@ -38,8 +38,7 @@ def read_experts(config: HFConfig, hidden_size: int) -> ExpertsSpec:
         "sigmoid",
         config.boolean("norm_topk_prob", True),
         config.number("routed_scaling_factor", 1.0),
-        config.integer("n_group", 1),
-        config.integer("topk_group", 1),
+        *read_groups(config, least_size=2),  # of which the two best are summed
         "top2sum",
     )
     routing = RouterSpec(config.integer("num_experts_per_tok"), rule, selection_bias=True)

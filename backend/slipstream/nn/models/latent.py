@@ -43,6 +43,8 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
     if config.boolean("attention_bias", False):
         raise config.error("attention_bias", "must be false: latent attention is served without biases")
     of_rope = config.with_values(head_dim=rope_dim)
+    if rope_dim % 2:
+        raise config.error("qk_rope_head_dim", "must be even: features are rotated in pairs")
     spec = base_spec(of_rope, latent_parts(config), names, is_interleaved=is_interleaved)
     q_rank = config.integer("q_lora_rank") if config.has("q_lora_rank") else 0
     latent = LatentSpec(

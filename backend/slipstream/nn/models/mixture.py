@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from slipstream_kernels.moe.route_experts import MAX_EXPERTS
+
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import ExpertsSpec, LayerSpec
 from slipstream.nn.models.family import LLAMA_NAMES
@@ -14,7 +16,6 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Name, Names
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # the families' names for it
-MAX_EXPERTS = 8192  # beyond all published models; names of every expert are made of a config
 DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
 SHARED = "shared_"  # before the parts of the shared experts' MLP
 
@@ -42,6 +43,25 @@ def dense_layers(config: HFConfig, num_layers: int, first: int) -> list[int]:
     if len(kinds) != num_layers or set(kinds) - {DENSE, SPARSE}:
         raise config.error("mlp_layer_types", f"must be {num_layers} of {DENSE} or {SPARSE}")
     return [layer for layer, kind in enumerate(kinds) if kind == DENSE]
+
+
+def read_groups(config: HFConfig, least_size: int) -> tuple[int, int]:
+    """How many groups the experts form, and of how many of them a token's experts are. least_size: of a group.
+
+    Raises ConfigError for groups that the experts do not form, or that have too few of them for a token.
+    """
+    num_experts, num_groups = config.integer("n_routed_experts"), config.integer("n_group", 1)
+    size, rest = divmod(num_experts, num_groups)
+    if rest or (num_groups > 1 and size < least_size):
+        accepted = f"must divide n_routed_experts={num_experts} into groups of at least {least_size}"
+        raise config.error("n_group", accepted)
+    topk_groups = config.integer("topk_group", 1)
+    if topk_groups > num_groups:
+        raise config.error("topk_group", f"must be at most n_group={num_groups}")
+    if config.integer("num_experts_per_tok") > topk_groups * size:
+        what = f"{topk_groups * size}, the experts of topk_group={topk_groups} of n_group={num_groups} groups"
+        raise config.error("num_experts_per_tok", f"must be at most {what}")
+    return num_groups, topk_groups
 
 
 def with_experts(
