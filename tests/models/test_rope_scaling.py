@@ -221,6 +221,11 @@ def test_warns_of_lengths_and_of_short_prompts(llama: Path, caplog: pytest.LogCa
         ('{"rope_type": "linear", "factor": NaN}', "rope_scaling factor=nan: must be finite"),
         ('{"rope_type": "linear", "factor": 2, "beta": 1}', "rope_scaling beta=1: no field of linear"),
         ('{"rope_type": "linear", "factor": 1e9}', f"serves 64000000000 tokens, accepted: up to {MAX_POSITIONS}"),
+        (json.dumps({"rope_type": "llama3", **LLAMA3, "factor": 1e9}), "^rope_scaling=[0-9]+: must be .* at most"),
+        (
+            json.dumps({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 10**400}),
+            "^rope_scaling original_max_position_embeddings=10+: must be an integer of at most",
+        ),
         ('{"rope_type": "llama3", "factor": 8}', "rope_scaling low_freq_factor=None: is missing"),
         ('{"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}', "rope_scaling short_factor=.*list of 4"),
         ('{"rope_type": "yarn", "original_max_position_embeddings": 1.5}', "original_max_position_embeddings=1.5"),

@@ -9,10 +9,10 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.hf_config import LARGEST_NUMBER, HFConfig
 from slipstream.nn.models.rope import FULL, QUERY_SCALING, ROPE_TYPES
 from slipstream.nn.spec import MAX_POSITIONS, DecoderSpec
 
@@ -88,8 +88,11 @@ def _with_scaling(config: HFConfig, scaling: Mapping[str, object]) -> HFConfig:
     whole = _merged(config, stored[FULL] if is_by_type else stored, scaling)
     ropes = {"rope_parameters": {**stored, FULL: whole} if is_by_type else None, FIELD: None if is_by_type else whole}
     # an original length beside the scaling would win over the one in it
-    changed = {**ropes, _ORIGINAL: None, _LENGTH: _stretched_length(config.values.get(_LENGTH), whole)}
-    return config.with_values(**changed).with_parameters(dict.fromkeys(("rope_parameters", FIELD, FULL), FIELD))
+    declared = config.values.get(_LENGTH)
+    length = _stretched_length(declared, whole)
+    set_here = ("rope_parameters", FIELD, FULL, *(() if length == declared else (_LENGTH,)))
+    changed = {**ropes, _ORIGINAL: None, _LENGTH: length}
+    return config.with_values(**changed).with_parameters(dict.fromkeys(set_here, FIELD))
 
 
 def _merged(config: HFConfig, stored: Mapping[str, object], scaling: Mapping[str, object]) -> dict[str, object]:
@@ -105,8 +108,10 @@ def _merged(config: HFConfig, stored: Mapping[str, object], scaling: Mapping[str
 def _stretched_length(declared: object, scaling: Mapping[str, object]) -> object:
     """max_position_embeddings, which llama3 and longrope configs state stretched: factor times the original length."""
     numbers = (declared, scaling.get("factor"), scaling.get(_ORIGINAL))
-    if scaling["rope_type"] not in ("llama3", *_LONGROPES) or not all(type(n) in (int, float) for n in numbers):
+    if scaling["rope_type"] not in ("llama3", *_LONGROPES):
         return declared
+    if not all(type(number) in (int, float) and 0 < number <= LARGEST_NUMBER for number in cast("Any", numbers)):
+        return declared  # which is refused where it is read
     length, factor, original = cast("tuple[int, float, int]", numbers)
     return max(length, int(original * factor))
 
