@@ -298,6 +298,7 @@ def test_doctor_knows_what_encoders_run_with(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("NVIDIA H200, 9.0, 143771 MiB, 580.10", "ok", "compute capability 9.0"),
         ("NVIDIA A100, 8.0, 81920 MiB, 580.10", "note", "are for Hopper"),
+        ("No devices were found", "note", "names none: No devices were found"),
     ],
 )
 def test_doctor_knows_gpus(line: str, state: str, words: str) -> None:
@@ -319,6 +320,7 @@ def test_doctor_knows_how_gpus_are_linked(link: str, nodes: str, state: str, wor
     legend = "\nNIC0\tPIX\tSYS\t X \n\nLegend:\n\n  X    = Self\n  NV#  = a bonded set of # NVLinks\n"
     [finding] = examinations._gpu_links(f"{header}\n{rows}{legend}")
     assert finding.state == state and words in finding.text
+    assert ("pipeline_parallel_size up to 2" in finding.advice) == (link == "SYS")  # as docs/scaling.md says
     assert examinations._gpu_links("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == []
 
 

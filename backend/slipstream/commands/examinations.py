@@ -80,7 +80,10 @@ def gpu() -> list[Finding]:
 
 
 def _gpu(line: str) -> Finding:
-    name, capability, memory, driver = (part.strip() for part in line.split(","))
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) != 4:
+        return Finding("gpu", "note", f"nvidia-smi names none: {line}", "dmesg | grep -i nvrm")
+    name, capability, memory, driver = parts
     text = f"{name}, compute capability {capability}, {memory}, driver {driver}"
     if capability.startswith("9."):
         return Finding("gpu", "ok", text)
@@ -119,7 +122,8 @@ def _gpu_links(matrix: str) -> list[Finding]:
     text = f"{count} GPUs, linked by {kinds}{where}"
     if not runs[0][1] > 1:
         text += ": sums of tensor parallelism would cross PCIe"
-        return [Finding("gpu links", "note", text, "serve models that fit one GPU by one server a GPU")]
+        advice = f"an engine a GPU (instance_group), or for a larger model pipeline_parallel_size up to {count}"
+        return [Finding("gpu links", "note", text, advice)]
     joined = "; ".join(f"device cuda:{first} with tensor_parallel_size={size}" for first, size in runs if size > 1)
     text += ": sums of tensor parallelism are fast only between GPUs that NVLink joins"
     return [Finding("gpu links", "note", text, f"use {joined}")]
