@@ -42,6 +42,10 @@ def model_folder(folder: Path, model: Path, more: str = "", **parameters: object
         ("version_policy { specific { versions: [2] } }", r"^version_policy='specific \[2\]': .* has \[1\]"),
         ("max_batch_size: -1", "^max_batch_size=-1: accepted: 0"),
         ('input { name: "text_input" data_type: TYPE_STRING }', "^input text_input='': must specify 'dims'"),
+        (
+            "instance_group [{ kind: KIND_GPU gpus: [0] }, { kind: KIND_GPU gpus: [1, 2] }]",
+            r"^instance_group='gpus \[1, 2\]': accepted: 1 engines x 1 ranks",
+        ),
         pytest.param(
             "instance_group { kind: KIND_GPU }",
             "^instance_group='KIND_GPU': this machine has no GPU",

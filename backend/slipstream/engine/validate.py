@@ -39,15 +39,15 @@ def validate(model_dir: str | Path) -> str:
         declared.max_batch_size,
     )
     groups = [{"count": group.count, "gpus": list(group.gpus)} for group in declared.instance_group]
-    config = with_replica(config, groups, 0)
+    config, *others = replicas_of(config, groups)
     check_placement(declared)
     check_scheduling(declared, TASKS[config.task])
     check_tensors(declared, TASKS[config.task])
     check_dims(declared)
     parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
-    parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
-    if (num_replicas := config.parallel.replica.num_replicas) > 1:
-        parts.append(f"instance_group: {num_replicas} engines, each of which has this")
+    parts.append(_plan(config, others) if config.task == "generate" else _tokenizer(config))
+    if others:
+        parts.append(f"instance_group: {1 + len(others)} engines, each of which has this")
     return "\n".join([*parts, _exit_timeout(config.serving), "ok: this would load"])
 
 
@@ -57,6 +57,12 @@ def passed_over(model_dir: str | Path) -> str:
     kind = declared.platform if declared.platform == "ensemble" else declared.backend
     told = {"ensemble": "an ensemble, which Triton itself runs", "python": "a model of Triton's Python backend"}
     return f"not checked: {told[kind]}" if kind in told else ""
+
+
+def replicas_of(config: EngineConfig, groups: list[dict[str, Any]]) -> list[EngineConfig]:
+    """The configuration of each engine that instance_group asks for."""
+    first = with_replica(config, groups, 0)
+    return [first, *(with_replica(config, groups, index) for index in range(1, first.parallel.replica.num_replicas))]
 
 
 def read_config(folder: Path) -> Any:
@@ -128,7 +134,8 @@ def _exit_timeout(serving: ServingConfig) -> str:
     return f"its server needs --exit-timeout-secs={serving.exit_timeout_s} or more: {drain}"
 
 
-def _plan(config: EngineConfig) -> str:
+def _plan(config: EngineConfig, others: list[EngineConfig]) -> str:
+    """others: further engines of the model, which only have to find their GPUs."""
     from slipstream.engine.adapters import adapter_report
     from slipstream.engine.placement import placed
     from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
@@ -138,7 +145,7 @@ def _plan(config: EngineConfig) -> str:
     from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
     from slipstream.worker.spec_decode.draft_model import check_draft_model
 
-    config = placed(config)
+    config, *_ = [placed(one) for one in (config, *others)]
     checkpoint = resolve_checkpoint(config.model.model)
     spec = read_spec(checkpoint, config.model.rope_scaling)
     ServedProcessors(config.model, config.serving.max_logits_processor_bytes)
