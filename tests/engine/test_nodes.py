@@ -303,10 +303,16 @@ def test_which_ranks_a_worker_has() -> None:
     options = ["--address", "[fd00::1]:77", "--nodes", "2", "--node", "1", "--ranks", "1"]
     assert ranks_here(options) == [("fd00::1", 77, 1, 2, 0)]
     refused = [
-        ([], {**torchrun, "RANK": "0"}, "rank='0 of 4'"),
+        ([], {**torchrun, "RANK": "0"}, "RANK='0 of 4'"),
         ([], {**torchrun, "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         (["--ranks", "9"], lws, "--ranks=9"),
         (["--address", "here"], lws, "--address='here'"),
+        (["--ranks", "0"], lws, "--ranks=0: accepted: 1 to 4"),
+        (["--ranks", "2", "--nodes", "5"], lws, "--nodes=5: accepted with --ranks 2: 2 to 4"),
+        (["--ranks", "2", "--nodes", "0"], lws, "--nodes=0: accepted with --ranks 2: 2 to 4"),
+        (["--ranks", "2", "--node", "2"], lws, "--node=2: accepted: 1 to 1"),
+        ([], {**torchrun, "MASTER_PORT": "port"}, "--address='leader:port'"),
+        (["--address", "here:" + "9" * 5000], lws, "--address='here:9+': accepted: HOST:PORT"),
         (["--address", "here:1"], {}, "--nodes"),
         (["--nodes", "2", "--node", "1"], {}, "MASTER_ADDR"),
     ]

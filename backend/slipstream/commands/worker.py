@@ -22,12 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from slipstream.core.config_table import MOST_PORT
 from slipstream.core.errors import ConfigError
+from slipstream.core.numerals import is_whole
 from slipstream.engine.rank_link import read_secret
 
 DEFAULT_PORT = 29500
 MAX_RANKS = 8
 MAX_DRAIN_S = 86400
+MAX_NUMBER = 1 << 31  # of a variable
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.node_rank import main; main()"
 _PAUSE_S = 1.0
 _LOOK_S = 0.2
@@ -81,20 +84,31 @@ def ranks_here(arguments: argparse.Namespace, variables: Mapping[str, str]) -> l
     host, port = _address(arguments.address, variables)
     if is_one_of_many:
         first, size = _number("RANK", variables), _number("WORLD_SIZE", variables)
+        if not 0 < first < size <= MAX_RANKS:
+            accepted = f"accepted: up to {MAX_RANKS} ranks, of which the engine's machine has the first"
+            raise ConfigError("RANK", f"{first} of {size}", accepted)
         places = [_number("LOCAL_RANK", variables) if "LOCAL_RANK" in variables else 0]
     else:
-        nodes = arguments.nodes or _number("LWS_GROUP_SIZE", variables, "--nodes")
-        node = arguments.node if arguments.node is not None else _number("LWS_WORKER_INDEX", variables, "--node")
-        count = arguments.ranks or _num_gpus()
-        if not 1 <= count <= MAX_RANKS:
-            raise ConfigError("--ranks", count, f"accepted: 1 to {MAX_RANKS}")
-        first, size, places = node * count, nodes * count, list(range(count))
-    if not 0 < first < size <= MAX_RANKS:
-        accepted = f"accepted: up to {MAX_RANKS} ranks, of which the engine's machine has the first"
-        raise ConfigError("rank", f"{first} of {size}", accepted)
+        first, size, places = _ranks_of_node(arguments, variables)
     common = {"parent": os.getpid(), "host": host, "port": port, "world_size": size, "model": arguments.model}
     common["secret_file"] = arguments.secret_file
     return [{**common, "rank": first + (0 if is_one_of_many else place), "local_rank": place} for place in places]
+
+
+def _ranks_of_node(arguments: argparse.Namespace, variables: Mapping[str, str]) -> tuple[int, int, list[int]]:
+    """The first rank of this machine, the number of all ranks, and the places of this machine's."""
+    count = _num_gpus() if arguments.ranks is None else arguments.ranks
+    if not 1 <= count <= MAX_RANKS // 2:
+        accepted = f"accepted: 1 to {MAX_RANKS // 2}, as each machine has as many, and all up to {MAX_RANKS}"
+        raise ConfigError("--ranks", count, accepted)
+    nodes = _number("LWS_GROUP_SIZE", variables, "--nodes") if arguments.nodes is None else arguments.nodes
+    if not 2 <= nodes <= MAX_RANKS // count:
+        accepted = f"accepted with --ranks {count}: 2 to {MAX_RANKS // count}, up to {MAX_RANKS} ranks in all"
+        raise ConfigError("--nodes", nodes, accepted)
+    node = _number("LWS_WORKER_INDEX", variables, "--node") if arguments.node is None else arguments.node
+    if not 1 <= node < nodes:
+        raise ConfigError("--node", node, f"accepted: 1 to {nodes - 1}; 0 is the engine's machine")
+    return node * count, nodes * count, list(range(count))
 
 
 def _address(given: str | None, variables: Mapping[str, str]) -> tuple[str, int]:
@@ -102,17 +116,17 @@ def _address(given: str | None, variables: Mapping[str, str]) -> tuple[str, int]
     if given is None:
         host = variables.get("MASTER_ADDR") or variables.get("LWS_LEADER_ADDRESS") or ""
         port = variables.get("MASTER_PORT") or str(DEFAULT_PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or not is_whole(port, 1, MOST_PORT):
         accepted = "accepted: HOST:PORT; or the variables MASTER_ADDR and MASTER_PORT, or LWS_LEADER_ADDRESS"
-        raise ConfigError("--address", given or "", accepted)
+        raise ConfigError("--address", (host and f"{host}:{port}") if given is None else given, accepted)
     return host.strip("[]"), int(port)
 
 
 def _number(name: str, variables: Mapping[str, str], option: str = "") -> int:
+    """Of a variable, in place of an option."""
     value = variables.get(name, "")
-    if not value.isdecimal():
-        accepted = f"accepted: a number{f', or {option}' if option else ''}"
-        raise ConfigError(name, value, accepted)
+    if not is_whole(value, 0, MAX_NUMBER):
+        raise ConfigError(option or name, value, f"accepted: a number{f', here or as {name}' if option else ''}")
     return int(value)
 
 
