@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from paged_forward import PagedForward
 from quantized_checkpoints import PROMPT, Tensors, load, logits, rms_error, store
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 from slipstream.nn.attention.invariant_latent import InvariantLatent
 from slipstream.nn.heads.mtp import MTPModule
@@ -294,6 +294,24 @@ def test_an_mtp_module_in_the_stored_format(full: Path, tmp_path: Path) -> None:
         with torch.inference_mode():
             found.append(module.logits(module.forward(forward._batch({0: len(PROMPT)}), states, forward.kv_caches[0])))
     assert 1e-4 < rms_error(*found) < 0.15
+
+
+def test_several_mtp_modules_are_behind_the_model(full: Path, tmp_path: Path) -> None:
+    """The first one drafts. A layer behind the model's that is no such module is not passed over."""
+    shutil.copytree(full, tmp_path / "two")
+    add_mtp(tmp_path / "two")
+    one = MTPModule.load(load(tmp_path / "two"), tmp_path / "two", 64)
+    tensors = load_file(tmp_path / "two" / "model.safetensors")
+    second = {name.replace(".2.", ".3.", 1): 2 * own for name, own in tensors.items() if ".layers.2." in name}
+    save_file(tensors | second, tmp_path / "two" / "model.safetensors")
+    decoder = load(tmp_path / "two")
+    assert torch.equal(logits(decoder), logits(load(full)))
+    first = MTPModule.load(decoder, tmp_path / "two", 64)
+    assert torch.equal(first.norms["enorm"].weight, one.norms["enorm"].weight)
+    shorter = json.loads((full / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "two" / "config.json").write_text(json.dumps(shorter))
+    with pytest.raises(ConfigError, match=r"tensors model\.layers\.1\..* unexpected"):
+        load(tmp_path / "two")
 
 
 def test_static_scales_of_inputs_are_refused(full: Path, tmp_path: Path) -> None:

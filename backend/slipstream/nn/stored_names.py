@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.load_transforms import Transform, transformed
 from slipstream.nn.weight_slot import WeightSlot
 
+_MTP_MODULE = re.compile(r"model\.layers\.([0-9]{1,6})\.eh_proj\.")
 SPLITS = ("rows", "interleaved", "heads")
 
 
@@ -153,3 +155,8 @@ class _Split:
         if tensor.tolist() != expected:
             raise ValueError(f"says {tensor.tolist()}, config.json implies {expected}")
         return [torch.tensor(shape) for shape in shapes]
+
+
+def mtp_layers(stored: Iterable[str]) -> list[int]:
+    """The numbers N of modules for multi-token prediction in DeepSeek-V3's layout: model.layers.N has an eh_proj."""
+    return sorted({int(found[1]) for name in stored if (found := _MTP_MODULE.match(name))})

@@ -19,7 +19,7 @@ from slipstream.nn.hf_config import read_json
 from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import Parallel
-from slipstream.nn.stored_names import tensor_name
+from slipstream.nn.stored_names import mtp_layers, tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
 SINGLE_FILE = "model.safetensors"
@@ -81,7 +81,10 @@ def _check_stored(
         ignored += UNUSED_SUFFIXES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
         ignored = (*ignored, f"{tensor_name(names, 'lm_head', 0)}.weight")
-    beyond = tuple(prefix.format(num_layers=decoder.spec.num_layers) for prefix in family.ignored_prefixes)
+    beyond = family.ignored_prefixes
+    if family.has_mtp_layers:
+        modules = [layer for layer in mtp_layers(headers) if layer >= decoder.spec.num_layers]
+        beyond += tuple(f"model.layers.{layer}." for layer in modules)
     headers = {
         name: header
         for name, header in headers.items()

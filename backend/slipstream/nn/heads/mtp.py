@@ -33,6 +33,7 @@ from slipstream.nn.parallel import SINGLE
 from slipstream.nn.quant import QUANT_METHODS
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import mtp_layers
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "mtp_module"
@@ -42,14 +43,14 @@ T = TypeVar("T")
 
 
 def is_wanted(name: str) -> bool:
-    return _layer_of(name) >= 0
+    return name.startswith("model.layers.")
 
 
 def own_prefix(folder: Path, stored: Iterable[str]) -> str:
     """`model.layers.N.` of a checkpoint's first module. Raises ConfigError if there is none."""
-    modules = sorted({_layer_of(name) for name in stored if name.endswith(".eh_proj.weight")})
+    modules = mtp_layers(stored)
     if not modules:
-        raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj.weight: no MTP module")
+        raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj: no MTP module")
     return f"model.layers.{modules[0]}."
 
 
@@ -162,13 +163,6 @@ class MTPModule:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: rows of `forward`."""
         return self.head(self.norms["shared_head.norm"](hidden) if self._hands_on_raw else hidden)
-
-
-def _layer_of(name: str) -> int:
-    """N of model.layers.N.…, -1 for other names."""
-    parts = name.split(".")
-    is_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal()
-    return int(parts[2]) if is_layer else -1
 
 
 def _below_layer(name: str) -> str:

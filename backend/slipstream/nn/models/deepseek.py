@@ -11,7 +11,7 @@ from slipstream_kernels.ops import RoutingRule
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec, RouterSpec
 from slipstream.nn.models.family import FAMILIES, Family
-from slipstream.nn.models.glm4_moe import MLP, MTP_LAYER, read_experts
+from slipstream.nn.models.glm4_moe import MLP, read_experts
 from slipstream.nn.models.latent import LATENT_NAMES, latent_parts, latent_spec
 from slipstream.nn.models.mixture import SHARED, expert_names, read_groups, with_experts
 from slipstream.nn.spec import DecoderSpec
@@ -57,4 +57,4 @@ def _with_experts(
 
 FAMILIES.register("DeepseekV2ForCausalLM")(Family(read_v2, V2_NAMES))
 # The published equation of MTP hands on a module's output before its head, to which the last norm belongs.
-FAMILIES.register("DeepseekV3ForCausalLM")(Family(read_v3, V3_NAMES, ignored_prefixes=(MTP_LAYER,), mtp_hands_on="raw"))
+FAMILIES.register("DeepseekV3ForCausalLM")(Family(read_v3, V3_NAMES, has_mtp_layers=True, mtp_hands_on="raw"))

@@ -38,9 +38,9 @@ class Family:
     """names: as LLAMA_NAMES, or what makes them of a spec.
 
     ignored_suffixes: of tensors in old checkpoints that carry no weights (rotary buffers). ignored_prefixes: of tensors
-    that the decoder does not have; "{num_layers}" stands for the number of its layers. prefixes: (stored, of names) of
-    models that are part of another one. mtp_hands_on: what an MTP module of the family gives its own next pass, its
-    "normed" result or that before the norm of its head, "raw".
+    that the decoder does not have. prefixes: (stored, of names) of models that are part of another one. has_mtp_layers:
+    layers behind the decoder's may be MTP modules, as stored_names.mtp_layers finds them. mtp_hands_on: what such a
+    module gives its own next pass, its "normed" result or that before the norm of its head, "raw".
     """
 
     read_spec: Callable[[HFConfig], DecoderSpec]
@@ -48,6 +48,7 @@ class Family:
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
+    has_mtp_layers: bool = False
     mtp_hands_on: str = "normed"
 
     def read_as(self, stored: str) -> str:

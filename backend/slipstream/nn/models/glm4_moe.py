@@ -20,7 +20,6 @@ from slipstream.nn.spec import DecoderSpec
 
 MLP = "model.layers.{layer}.mlp"
 NAMES = {**expert_names(MLP, shared="shared_experts"), "selection_bias": f"{MLP}.gate"}
-MTP_LAYER = "model.layers.{num_layers}."  # behind the others; served as a draft, from a folder of its own
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
@@ -47,4 +46,4 @@ def read_experts(config: HFConfig, hidden_size: int) -> ExpertsSpec:
     return ExpertsSpec(hidden_size, size, config.integer("n_routed_experts"), routing, shared)
 
 
-FAMILIES.register("Glm4MoeForCausalLM")(Family(read_spec, NAMES, ignored_prefixes=(MTP_LAYER,)))
+FAMILIES.register("Glm4MoeForCausalLM")(Family(read_spec, NAMES, has_mtp_layers=True))

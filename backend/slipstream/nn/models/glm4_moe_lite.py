@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.deepseek import V3_NAMES
 from slipstream.nn.models.family import FAMILIES, Family
-from slipstream.nn.models.glm4_moe import MTP_LAYER, read_experts
+from slipstream.nn.models.glm4_moe import read_experts
 from slipstream.nn.models.latent import latent_parts, latent_spec
 from slipstream.nn.models.mixture import dense_layers, with_experts
 from slipstream.nn.spec import DecoderSpec
@@ -20,4 +20,4 @@ def read_spec(config: HFConfig) -> DecoderSpec:
     return with_experts(config, spec, V3_NAMES, experts, dense_layers(config, spec.num_layers, 1), latent_parts(config))
 
 
-FAMILIES.register("Glm4MoeLiteForCausalLM")(Family(read_spec, V3_NAMES, ignored_prefixes=(MTP_LAYER,)))
+FAMILIES.register("Glm4MoeLiteForCausalLM")(Family(read_spec, V3_NAMES, has_mtp_layers=True))
