@@ -49,8 +49,15 @@ def digest(text: str) -> str:
 class Grid:
     """Cells over one haystack, cut by tokens and repeated if it is too short. Equal seeds give equal cells."""
 
-    def __init__(self, haystack: str, tokenizer: PreTrainedTokenizerBase, is_chat: bool, seed: int = 0) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        haystack: str,
+        tokenizer: PreTrainedTokenizerBase,
+        is_chat: bool,
+        seed: int = 0,
+        answer_tokens: int = ANSWER_TOKENS,
+    ) -> None:
+        self._tokenizer, self._answer_tokens = tokenizer, answer_tokens
         self._is_chat, self._seed = is_chat, seed
         self._ids = self._encode(haystack)
         if not self._ids:
@@ -67,9 +74,9 @@ class Grid:
         city, number = dice.choice(CITIES), str(dice.randrange(100_000, 1_000_000))
         needle, question = NEEDLE.format(city=city, number=number), QUESTION.format(city=city)
         around = len(self._encode(self._prompt(BEFORE + needle + question)))
-        num_tokens = length - ANSWER_TOKENS - MARGIN - around
+        num_tokens = length - self._answer_tokens - MARGIN - around
         if num_tokens < MARGIN:
-            raise ValueError(f"length {length}: accepted: at least {ANSWER_TOKENS + 2 * MARGIN + around}")
+            raise ValueError(f"length {length}: accepted: at least {self._answer_tokens + 2 * MARGIN + around}")
         text = self._tokenizer.decode((self._ids * -(-num_tokens // len(self._ids)))[:num_tokens])
         place = _sentence_end(text, len(text) * depth // 100)
         message = BEFORE + text[:place] + needle + text[place:] + question

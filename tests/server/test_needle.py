@@ -28,7 +28,8 @@ def test_both_ways_in(
     assert (grpc / "needle.png").stat().st_size > 1000 and "| 192 |" in capsys.readouterr().out
     same = ["--openai", f"{gateway.url}/v1", "--same-as", str(grpc / "needle.json"), "--output", str(http)]
     assert needle.main([*asked, *same]) == 0
-    other = {"results": [{**one, "answer": "another text"} for one in found]}
+    about = json.loads((grpc / "needle.json").read_text())
+    other = {**about, "results": [{**one, "answer": "another text"} for one in found]}
     (grpc / "needle.json").write_text(json.dumps(other))
     assert needle.main([*asked, *same]) == 1
     assert "other texts" in capsys.readouterr().out

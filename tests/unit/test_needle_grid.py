@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+import urllib.error
+import urllib.request
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 import needle
-from needle_grid import ANSWER_TOKENS, Grid
+from needle_grid import ANSWER_TOKENS, Cell, Grid
 
 HAYSTACK = "".join(f"Line {index} of this text says nothing. " for index in range(50))
 
@@ -47,6 +52,55 @@ def test_what_cannot_be_asked_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
         Grid("", tokenizer, is_chat=False)
     assert needle.numbers("8k,100") == [8192, 100]
     assert needle.main(["--tokenizer", "/nowhere", "--openai", "http://127.0.0.1:1/v1", "--lengths", "256"]) == 2
+
+
+def test_what_comes_back_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Null where reasoning took every token, and the server's own words where it refuses."""
+    asked: list[bytes] = []
+
+    def reply(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        assert isinstance(request.data, bytes)
+        asked.append(request.data)
+        return io.BytesIO(json.dumps({"choices": [{"message": {"content": None}}]}).encode())
+
+    def refuse(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        raise urllib.error.HTTPError(request.full_url, 400, "Bad Request", Message(), io.BytesIO(b"at most 100"))
+
+    sampling = {"max_tokens": 2048, "temperature": 0.0}
+    answer = needle.over_openai("http://here/v1", "llm", sampling, is_chat=True, key="none")
+    cell = Cell(256, 0, "123456", "message", "prompt")
+    monkeypatch.setattr(urllib.request, "urlopen", reply)
+    assert answer(cell) == "" and json.loads(asked[0])["max_tokens"] == 2048
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(ValueError, match="400: Bad Request: at most 100"):
+        answer(cell)
+
+
+def test_only_runs_over_the_same_cells_are_compared(tmp_path: Path) -> None:
+    earlier, about = tmp_path / "needle.json", {"seed": 0, "haystack": "abc"}
+    earlier.write_text(json.dumps({**about, "results": results(1)}))
+    assert needle.read_earlier(earlier, about) == results(1) and needle.read_earlier(None, about) == []
+    for other in ({**about, "seed": 1}, {**about, "haystack": "abd"}):
+        with pytest.raises(ValueError, match=f"--same-as {earlier}: .*; accepted: "):
+            needle.read_earlier(earlier, other)
+    earlier.write_text("{}")
+    with pytest.raises(ValueError, match=r"accepted: needle\.json of an earlier run"):
+        needle.read_earlier(earlier, about)
+    assert needle.percents("0,100") == [0, 100]
+    for wrong in ("101", "-1"):
+        with pytest.raises(ValueError, match=wrong):
+            needle.percents(wrong)
+
+
+def test_what_was_found_is_kept_if_a_later_cell_fails(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["text"])
+    monkeypatch.setattr(needle, "answer_of", lambda args: lambda cell: next(answers))
+    asked = ["--tokenizer", str(demo_model), "--no-chat", "--lengths", "256", "--depths", "0,50"]
+    with pytest.raises((StopIteration, RuntimeError)):
+        needle.main([*asked, "--output", str(tmp_path)])
+    assert len(json.loads((tmp_path / "needle.json").read_text())["results"]) == 1
 
 
 def results(*scores: int) -> list[needle.Result]:
