@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -23,8 +17,7 @@ from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from llm_server import parameter
 from nodes import Node, free_port
 from patience import PATIENCE_S, wait_until
-from processes import asked, is_alive
-from slipstream.commands import worker
+from processes import is_alive
 from slipstream.core.config import ParallelConfig
 from slipstream.core.config_parse import parse_parameters
 from slipstream.core.control import SLEEP, WAKE_UP, Control
@@ -69,7 +62,8 @@ def test_a_rank_of_another_node(node: Node, tiny_llama: Path, prompts: list[list
     alone = make_engine(tiny_llama)
     expected = [one.token_ids for one in run_all(alone, prompts[4:8], GREEDY)]
     ways: list[tuple[Callable[[], object], str]] = [
-        (lambda: node.rank().suspend(), "rank 1 has not been heard of for 4 s"),
+        (node.freeze, "rank 1 has not been heard of for 4 s"),
+        (lambda: node.rank().suspend(), "the connection to rank 1 has ended"),  # its worker ends it
         (node.proxy.cut, "the connection to rank 1 has ended"),
         (node.proxy.pause, "rank 1"),  # packets do not arrive: a call waits, and no end is told
     ]
@@ -79,8 +73,7 @@ def test_a_rank_of_another_node(node: Node, tiny_llama: Path, prompts: list[list
         rank = node.rank()
         fail_midway(engine, prompts, lose)
         assert reason in str(engine.error)
-        if asked(rank.status, "") == psutil.STATUS_STOPPED:
-            rank.kill()  # a stopped process cannot end by itself
+        node.thaw()
         wait_until(lambda rank=rank: not is_alive(rank), "the rank to end without its engine")  # type: ignore[misc]
         node.proxy.resume()
 
@@ -96,13 +89,13 @@ def test_a_rank_of_another_node_sleeps_too(node: Node, tiny_llama: Path, prompts
         order.wait()
     assert [one.token_ids for one in run_all(engine, prompts[4:6], GREEDY)] == before
     rank = node.rank()
-    rank.suspend()  # no process of this machine to look at: found by rank_timeout_s, before node_timeout_s
+    node.freeze()  # no process of this machine to look at: found by rank_timeout_s, before node_timeout_s
     order = engine.post(Control(SLEEP, 2))
     run_steps(engine, {})
     with pytest.raises(RankLostError, match="rank_timeout_s"):
         order.wait()
     engine.close()
-    rank.kill()
+    node.thaw()
     wait_until(lambda: not is_alive(rank), "the rank to end")
 
 
@@ -284,85 +277,6 @@ def test_secrets(tmp_path: Path) -> None:
         read_secret(str(tmp_path / "none"))
     (tmp_path / "secret").write_bytes(SECRET + b"\n")
     assert read_secret(str(tmp_path / "secret")) == SECRET
-
-
-def ranks_here(given: list[str], **variables: str) -> list[tuple[object, ...]]:
-    parser = ArgumentParser()
-    worker.add_arguments(parser)
-    found = worker.ranks_here(parser.parse_args(["--secret-file", "secret", *given]), variables)
-    return [tuple(one[name] for name in ("host", "port", "rank", "world_size", "local_rank")) for one in found]
-
-
-def test_which_ranks_a_worker_has() -> None:
-    """By torchrun's variables, LeaderWorkerSet's, or options."""
-    torchrun = {"MASTER_ADDR": "leader", "MASTER_PORT": "1234", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    assert ranks_here([], **torchrun) == [("leader", 1234, 3, 4, 1)]
-    lws = {"LWS_LEADER_ADDRESS": "llm-0.llm", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
-    expected = [("llm-0.llm", 29500, 2, 4, 0), ("llm-0.llm", 29500, 3, 4, 1)]
-    assert ranks_here(["--ranks", "2"], **lws) == expected
-    options = ["--address", "[fd00::1]:77", "--nodes", "2", "--node", "1", "--ranks", "1"]
-    assert ranks_here(options) == [("fd00::1", 77, 1, 2, 0)]
-    refused = [
-        ([], {**torchrun, "RANK": "0"}, "RANK='0 of 4'"),
-        ([], {**torchrun, "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
-        (["--ranks", "9"], lws, "--ranks=9"),
-        (["--address", "here"], lws, "--address='here'"),
-        (["--ranks", "0"], lws, "--ranks=0: accepted: 1 to 4"),
-        (["--ranks", "2", "--nodes", "5"], lws, "--nodes=5: accepted with --ranks 2: 2 to 4"),
-        (["--ranks", "2", "--nodes", "0"], lws, "--nodes=0: accepted with --ranks 2: 2 to 4"),
-        (["--ranks", "2", "--node", "2"], lws, "--node=2: accepted: 1 to 1"),
-        ([], {**torchrun, "MASTER_PORT": "port"}, "--address='leader:port'"),
-        (["--address", "here:" + "9" * 5000], lws, "--address='here:9+': accepted: HOST:PORT"),
-        (["--address", "here:1"], {}, "--nodes"),
-        (["--nodes", "2", "--node", "1"], {}, "MASTER_ADDR"),
-    ]
-    for given, variables, reason in refused:
-        with pytest.raises(ConfigError, match=reason):
-            ranks_here(given, **variables)
-
-
-@pytest.mark.parametrize(("drain_timeout", "exit_status"), [("0", -signal.SIGKILL), ("300", 0)])
-def test_what_sigterm_does_to_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drain_timeout: str, exit_status: int
-) -> None:
-    """They end at once, or go on until the engine ends."""
-    (tmp_path / "secret").write_bytes(SECRET)
-    parser = ArgumentParser()
-    worker.add_arguments(parser)
-    options = ["--address", "engine:1", "--nodes", "2", "--node", "1", "--ranks", "1", "--drain-timeout"]
-    given = ["--secret-file", str(tmp_path / "secret"), *options]
-    looked = threading.Event()
-
-    class LookedAt(subprocess.Popen[bytes]):
-        def poll(self) -> int | None:
-            looked.set()
-            return super().poll()
-
-    with LookedAt([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
-
-        def stop() -> None:
-            looked.wait(PATIENCE_S)
-            os.kill(os.getpid(), signal.SIGTERM)
-            if exit_status == 0:
-                time.sleep(1)  # for a rank that is ended wrongly
-                rank.communicate(b"the engine ends\n")
-
-        def start(_: dict[str, object]) -> subprocess.Popen[bytes]:
-            stopper.start()
-            return rank
-
-        stopper = threading.Thread(target=stop)
-
-        monkeypatch.setattr(worker, "_start", start)
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            assert worker.run(parser.parse_args([*given, drain_timeout])) == 0
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        stopper.join()
-        assert rank.wait(PATIENCE_S) == exit_status
-    with pytest.raises(ConfigError, match="--drain-timeout=-1: accepted: 0 to 86400 seconds"):
-        worker.run(parser.parse_args([*given, "-1"]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -98,6 +99,16 @@ class Node:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.proxy.port), "RANK": "1", "WORLD_SIZE": "2"}
         command = [sys.executable, "-m", "slipstream.cli", "worker", "--secret-file", str(self.secret)]
         self.worker = subprocess.Popen(command, env={**os.environ, **variables, "OMP_NUM_THREADS": "1"})
+
+    def freeze(self) -> None:
+        """Stop the worker and its rank, as if the whole machine stood still."""
+        rank = self.rank()
+        self.worker.send_signal(signal.SIGSTOP)
+        rank.suspend()
+
+    def thaw(self) -> None:
+        """The worker goes on, and finds its rank stopped."""
+        self.worker.send_signal(signal.SIGCONT)
 
     def rank(self) -> psutil.Process:
         """The rank's process, as soon as there is one."""

@@ -34,6 +34,7 @@ MAX_NUMBER = 1 << 31  # of a variable
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.node_rank import main; main()"
 _PAUSE_S = 1.0
 _LOOK_S = 0.2
+_STOPPED_S = 1.0  # after which a rank that is stopped counts as lost, as in engine/rank_processes.py
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,26 +57,57 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain_timeout <= MAX_DRAIN_S:
         raise ConfigError("--drain-timeout", arguments.drain_timeout, f"accepted: 0 to {MAX_DRAIN_S} seconds")
     read_secret(arguments.secret_file)
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    begun_at: dict[int, float] = {}
+    processes = [_RankProcess(rank) for rank in ranks]
     try:
         signal.signal(signal.SIGTERM, _end)
         while True:
-            for place, rank in enumerate(ranks):
-                known = processes.get(place)
-                if (known is None or known.poll() is not None) and time.monotonic() > begun_at.get(place, 0) + _PAUSE_S:
-                    processes[place], begun_at[place] = _start(rank), time.monotonic()
+            for process in processes:
+                process.look(time.monotonic())
             time.sleep(_LOOK_S)
     except _Stopped:
         limit = time.monotonic() + arguments.drain_timeout
         with suppress(_Stopped):  # a second SIGTERM
-            while time.monotonic() < limit and any(process.poll() is None for process in processes.values()):
+            while time.monotonic() < limit and any(process.runs for process in processes):
                 time.sleep(_LOOK_S)
         return 0
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next one must not keep a rank alive
-        for process in processes.values():
+        for process in processes:
             process.kill()
+
+
+class _RankProcess:
+    """The process of a rank, which is started again when it has ended, and ended when a signal has stopped it."""
+
+    def __init__(self, rank: dict[str, object]) -> None:
+        self._rank = rank
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun_at = self._seen_at = 0.0  # seen_at: last running
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def look(self, now: float) -> None:
+        if not self.runs and now > self._begun_at + _PAUSE_S:
+            self._process, self._begun_at = _start(self._rank), now
+        if self._process is None or not _is_stopped(self._process):
+            self._seen_at = now
+        elif now > self._seen_at + _STOPPED_S:  # it does not see that the engine has given it up
+            print(f"rank {self._rank['rank']} is stopped, and is started again", file=sys.stderr)
+            self.kill()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """By a signal, such as SIGSTOP. What is seen stays to be seen by others."""
+    with suppress(ChildProcessError):  # it has ended, and that was seen
+        state = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        return state is not None and state.si_code == os.CLD_STOPPED
+    return False
 
 
 def ranks_here(arguments: argparse.Namespace, variables: Mapping[str, str]) -> list[dict[str, object]]:
