@@ -213,6 +213,10 @@ def test_warns_of_lengths_and_of_short_prompts(llama: Path, caplog: pytest.LogCa
         ("{'rope_type': 'yarn'}", "accepted: a JSON object"),
         ("[1]", "accepted: a JSON object"),
         ("{}", "rope_scaling rope_type=None: accepted: default, linear"),
+        (
+            '{"rope_type": "linear", "type": "yarn", "factor": 2}',
+            "rope_scaling type='yarn': accepted beside",
+        ),
         ('{"rope_type": "spiral"}', "rope_scaling rope_type='spiral'"),
         ('{"rope_type": ["yarn"]}', "rope_scaling rope_type="),
         ('{"rope_type": "linear"}', "rope_scaling factor=None: is missing"),

@@ -62,8 +62,10 @@ def _parse(text: str) -> dict[str, object]:
         raise ConfigError(FIELD, text, f"accepted: {example}") from None
     if not isinstance(given, dict):
         raise ConfigError(FIELD, text, f"accepted: {example}")
-    kind = given.pop("type", None)  # the spelling of transformers 4
-    kind = given.setdefault("rope_type", kind)
+    old = given.pop("type", None)  # the spelling of transformers 4
+    kind = given.setdefault("rope_type", old)
+    if old not in (None, kind):
+        raise ConfigError(f"{FIELD} type", old, f"accepted beside rope_type={kind}: the same, or leave it out")
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ConfigError(f"{FIELD} rope_type", kind, f"accepted: {', '.join(ROPE_TYPES)}")
     accepted = ("rope_type", *_KEPT, *_FIELDS[kind])
