@@ -183,13 +183,22 @@ def _boolean(name: str, value: object) -> bool:
     return word in _TRUE
 
 
+def _read_number(value: object, kind: type) -> Any:
+    """Raises TypeError, ValueError or OverflowError for what is none."""
+    if isinstance(value, str):
+        return read_whole(value) if kind is int else read_decimal(value)
+    if isinstance(value, bool) or (number := kind(value)) != value:
+        raise ValueError(value)
+    return number
+
+
 def _number(name: str, value: object, kind: type, limits: str = "") -> Any:
     try:
-        if isinstance(value, str):
-            return read_whole(value) if kind is int else read_decimal(value)
-        if not isinstance(value, bool) and (number := kind(value)) == value:
+        number = _read_number(value, kind)
+        if kind is float or -(1 << 63) <= number < 1 << 63:
             return number
-    except (TypeError, ValueError):
+        limits = "an integer of 64 bits"
+    except (TypeError, ValueError, OverflowError):
         pass
     raise ConfigError(name, value, f"accepted: {limits or ('an integer' if kind is int else 'a number')}")
 
