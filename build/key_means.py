@@ -21,7 +21,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.key_means import FILE, FP8, check_fp8_prefill, write_key_means
-from slipstream.nn.load import load_model
+from slipstream.nn.load import load_model, resolve_device
+from slipstream.nn.spec import read_spec
 from torch import Tensor
 from tqdm import tqdm
 
@@ -62,12 +63,12 @@ def _rounding(keys: Tensor) -> Tensor:
 def run(args: argparse.Namespace) -> None:
     config = ModelConfig(model=str(args.model), device=args.device, dtype=args.dtype)
     folder = resolve_checkpoint(config.model)
-    decoder = load_model(config)
+    spec, device = read_spec(folder), resolve_device(config.device)
     asked = ModelConfig(model=config.model, prefill_attention_dtype=FP8)
-    check_fp8_prefill(asked, decoder.spec, decoder.context.device, None)
-    check_window(args.window_tokens, decoder.spec)
+    check_fp8_prefill(asked, spec, device, None)
+    check_window(args.window_tokens, spec)
     windows = cut_windows(read_token_ids(args.text, args.model), args.num_tokens, args.window_tokens)
-    means, errors = measure(decoder, windows)
+    means, errors = measure(load_model(config, spec, device), windows)
     path = args.output or folder / FILE
     about = {"text": args.text.name, "num_tokens": windows.numel(), "window_tokens": args.window_tokens}
     write_key_means(path, [mean.cpu() for mean in means], about)

@@ -60,6 +60,17 @@ def test_the_tool_measures_means_of_rotated_keys(measured: Path) -> None:
     assert all(0 < less < 0.1 and 0 < plain < 0.5 for plain, less in errors)
 
 
+@pytest.mark.parametrize(("variant", "told"), [("gemma2", "soft caps"), ("qwen3", "window-tokens.* 64")])
+def test_the_tool_refuses_before_it_reads_weights(
+    variant: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (make_checkpoint(variant, tmp_path).path / "model.safetensors").unlink()
+    arguments = ["--model", str(tmp_path), "--text", "nowhere", "--device", "cpu", "--window-tokens", "65"]
+    monkeypatch.setattr(sys, "argv", ["key_means.py", *arguments])
+    with pytest.raises(SystemExit, match=told):
+        key_means.main()
+
+
 def test_prompts_are_rounded_and_caches_and_decodes_are_not(measured: Path) -> None:
     exact, rounded = loaded(measured, "auto"), loaded(measured, "fp8")
     whole, ours = exact.run([60])[0], rounded.run([60])[0]
