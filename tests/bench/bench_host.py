@@ -23,6 +23,7 @@ import pstats
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
 from slipstream.engine.engine import Engine  # noqa: E402
 from slipstream.nn.batch import ForwardBatch  # noqa: E402
-from slipstream.worker.cuda_graphs import Drawn, StepGraphs  # noqa: E402
+from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
 from slipstream.worker.static_tensors import GraphInputs  # noqa: E402
 
@@ -53,12 +54,16 @@ SHAPE = {
 
 
 class _NoGraphs(StepGraphs[GraphShape]):
-    """Inputs are written as for CUDA graphs; a replay gives zeros."""
+    """Inputs are written as for CUDA graphs; a replay gives zeros, which each shape has its own view of, as a graph has
+    its output."""
 
-    hidden = torch.zeros(1024, WIDTH)
+    def __init__(self, shapes: Sequence[GraphShape], inputs: GraphInputs) -> None:
+        super().__init__(shapes, inputs, _no_model)
+        hidden = torch.zeros(1024, WIDTH)
+        self._hidden = {shape: hidden[: shape.num_tokens] for shape in shapes}
 
     def replay(self, shape: GraphShape) -> torch.Tensor:
-        return self.hidden[: shape.num_tokens]
+        return self._hidden[shape]
 
 
 class HostBench:
@@ -87,9 +92,9 @@ class HostBench:
         drawn = torch.ones(sizes[-1], dtype=torch.int64)
         runner._drawn.token_ids = drawn
         inputs = GraphInputs(runner._builder.max_blocks, 4096, torch.device("cpu"), drawn=drawn)
-        runner._graphs = _NoGraphs(graph_shapes(sizes), inputs, _no_model)
+        runner._graphs = _NoGraphs(graph_shapes(sizes), inputs)
         for size in sizes:
-            runner._graphs._drawn[GraphShape(size, 1, size)] = Drawn(logits[:size], drawn[:size])
+            runner._graphs._logits[GraphShape(size, 1, size)] = logits[:size]
 
     def decode(
         self, batch: int, num_steps: int = 16, repeats: int = 40, profiler: cProfile.Profile | None = None
@@ -166,13 +171,15 @@ def main() -> None:
         max(arguments.batches), arguments.temperature, **dict(pair.split("=", 1) for pair in arguments.set)
     )
     for batch in arguments.batches:
-        step_us = bench.decode_changing(batch) if arguments.changing else bench.decode(batch)
+        with torch.inference_mode():  # as the engine's thread
+            step_us = bench.decode_changing(batch) if arguments.changing else bench.decode(batch)
         print(
             json.dumps({"batch": batch, "step_us": round(step_us), "request_us": round(step_us / batch, 2)}), flush=True
         )
     if arguments.profile:
         profiler = cProfile.Profile()
-        bench.decode(arguments.batches[-1], profiler=profiler)
+        with torch.inference_mode():
+            bench.decode(arguments.batches[-1], profiler=profiler)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
 
 

@@ -235,7 +235,7 @@ def test_draws_of_graphs_are_those_of_eager_steps(
         texts = [told[request].token_ids for request in (*first, *late)]
         expected, drawn = (texts, drawn) if not sizes else (expected, texts)
         runner = model_worker(engine).runner
-        assert bool(num_replays(runner._graphs)) is bool(sizes) is bool(runner._graphs._drawn)
+        assert bool(num_replays(runner._graphs)) is bool(sizes) is bool(runner._graphs._logits)
     assert drawn == expected and [len(text) for text in drawn] == [40, 40, *2 * [GREEDY.max_tokens]]
 
 
@@ -329,13 +329,13 @@ def test_hidden_states_of_a_padded_graph_are_those_of_its_eager_step(checkpoint:
         inputs = runner.build(message, states)
         assert inputs.graph == GraphShape(8, 1, 8)
         replayed = runner.forward(inputs)[:5].clone()
-        drawn = runner._graphs.drawn(GraphShape(8, 1, 8))
-        assert drawn is not None and drawn.logits.shape == (8, engine.spec.vocab_size)
+        drawn = runner._graphs.logits(GraphShape(8, 1, 8))
+        assert drawn is not None and drawn.shape == (8, engine.spec.vocab_size)
         eager = runner._run_model(inputs.batch)  # writes the same keys and values once more
         logits = runner._model.lm_head(eager)
     assert torch.equal(replayed, eager[:5]) and torch.isfinite(eager[:5]).all()
-    assert torch.equal(drawn.logits[:5], logits[:5]), "whatever other graphs were captured in its memory"
-    assert torch.equal(drawn.token_ids[:5], logits[:5].argmax(dim=1))
+    assert torch.equal(drawn[:5], logits[:5]), "whatever other graphs were captured in its memory"
+    assert torch.equal(runner._drawn.first(5), logits[:5].argmax(dim=1))
     assert inputs.batch.seq_lens.tolist()[5:] == [0, 0, 0] and inputs.batch.slot_mapping.tolist()[5:] == [-1, -1, -1]
 
 

@@ -36,7 +36,7 @@ def held_bytes(sets: Sequence[StepGraphs[Any]]) -> int:
     """Of the tensors that graphs read and of those that they return; logits share the memory of the largest."""
     static = [graphs._static for graphs in sets]
     inputs = sum(one._arriving.nbytes + one.block_tables.nbytes for one in static)
-    logits = max((drawn.logits.nbytes for graphs in sets for drawn in graphs._drawn.values()), default=0)
+    logits = max((logits.nbytes for graphs in sets for logits in graphs._logits.values()), default=0)
     return inputs + logits + sum(output.nbytes for graphs in sets for _, output in graphs._graphs.values())
 
 

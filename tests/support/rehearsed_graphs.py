@@ -13,7 +13,7 @@ import pytest
 import torch
 from slipstream.engine import rank_processes
 from slipstream.worker import cuda_graphs, model_runner
-from slipstream.worker.cuda_graphs import Drawn, StepGraphs
+from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode import draft_graphs
 from slipstream.worker.spec_decode.draft_graphs import HeadGraphs
@@ -46,7 +46,7 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
             one = Rehearsal(lambda shape=shape: _outputs(graphs, shape), pool)  # type: ignore[misc]
             graphs._graphs[shape] = one, one.outputs[0]  # type: ignore[assignment]
             if len(one.outputs) > 1:
-                graphs._drawn[shape] = Drawn(one.outputs[1], graphs._static.drawn[: shape.num_tokens])
+                graphs._logits[shape] = one.outputs[1]
 
     def capture_heads(heads: HeadGraphs, rows: Sequence[ComputedRows]) -> None:
         of_heads: list[torch.Tensor] = []
@@ -68,8 +68,8 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
 
 def _outputs(graphs: StepGraphs[Any], shape: Any) -> list[torch.Tensor]:
     """Drawn tokens are none: they lie in a static tensor, which other graphs leave as it is."""
-    hidden, drawn = graphs._run(shape)
-    return [hidden] if drawn is None else [hidden, drawn.logits]
+    hidden, logits = graphs._run(shape)
+    return [hidden] if logits is None else [hidden, logits]
 
 
 def rehearse_graphs_of_ranks(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:

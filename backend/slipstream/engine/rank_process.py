@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig
@@ -66,6 +67,7 @@ def load(connection: EngineConnection, setup: RankSetup, store: dist.Store, prog
     return worker
 
 
+@torch.inference_mode()
 def serve(connection: EngineConnection, worker: Worker, reports: LoadReports, progress: LoadProgress) -> None:
     """Make the first rank's calls until it closes the connection. What they return is the first rank's to use."""
     while True:

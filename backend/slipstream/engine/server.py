@@ -19,6 +19,8 @@ import time
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import LIST_LORA, OF_LORA, STATE, Control
 from slipstream.core.errors import CapacityError, EngineError
@@ -267,12 +269,13 @@ class GenerateServer:
     def _engine_loop(self) -> None:
         engine, steps = self._engine, self._steps
         try:
-            while not self._is_stopping and engine.error is None:
-                outputs = engine.step()
-                if outputs:
-                    steps.put(outputs)
-                elif not engine.has_work:
-                    engine.wait(_IDLE_WAIT_S)
+            with torch.inference_mode():  # once, where each step would enter it
+                while not self._is_stopping and engine.error is None:
+                    outputs = engine.step()
+                    if outputs:
+                        steps.put(outputs)
+                    elif not engine.has_work:
+                        engine.wait(_IDLE_WAIT_S)
         except Exception:
             logger.exception("the engine failed")
         finally:

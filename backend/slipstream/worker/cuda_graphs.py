@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -37,29 +37,23 @@ TIMED_CONTEXT = 1024
 Shape = TypeVar("Shape", bound=StepShape)
 
 
-class Drawn(NamedTuple):
-    """Of a decode: logits [num_tokens, vocab], which may be changed, and the ids of the highest, [num_tokens] int64."""
-
-    logits: torch.Tensor
-    token_ids: torch.Tensor
-
-
 class StepGraphs(Generic[Shape]):
     """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only, and the first one
     must not start early (slipstream_kernels/dependent_launch.py).
 
-    draw: of the hidden states of decodes, captured behind them."""
+    draw: hidden states of decodes -> logits [num_tokens, vocab], which may be changed; captured behind them. It draws
+    the highest, too."""
 
     def __init__(
         self,
         shapes: Sequence[Shape],
         inputs: GraphInputs,
         forward: Callable[[ForwardBatch], torch.Tensor],
-        draw: Callable[[torch.Tensor], Drawn] | None = None,
+        draw: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._shapes = list(shapes)
         self._forward, self._draw = forward, draw
-        self._drawn: dict[Shape, Drawn] = {}
+        self._logits: dict[Shape, torch.Tensor] = {}  # of the graphs that draw
         self._static = StaticTensors(self._shapes, inputs)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if shapes and inputs.device.type == "cuda" else None
@@ -93,12 +87,12 @@ class StepGraphs(Generic[Shape]):
         for shape in reversed(self._shapes):
             self._run(shape)
 
-    def _run(self, shape: Shape) -> tuple[torch.Tensor, Drawn | None]:
+    def _run(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What is captured."""
         self._static.unpack(shape)
         return self._compute(shape)
 
-    def _compute(self, shape: Shape) -> tuple[torch.Tensor, Drawn | None]:
+    def _compute(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden = self._forward(self._batch(shape, shape.num_logits))
         return hidden, self._draw(hidden) if self._draw is not None and shape.max_query_len == 1 else None
 
@@ -137,11 +131,11 @@ class StepGraphs(Generic[Shape]):
             for shape in reversed(self._shapes):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    hidden, drawn = self._run(shape)
+                    hidden, logits = self._run(shape)
                 self._graphs[shape] = (graph, hidden)
-                if drawn is not None:
-                    self._drawn[shape] = drawn._replace(logits=_unowned(drawn.logits))
-                    del drawn  # for the next graph to have the memory of the logits
+                if logits is not None:
+                    self._logits[shape] = _unowned(logits)
+                    del logits  # for the next graph to have the memory of the logits
         torch.cuda.synchronize()
         decodes = [str(shape.num_requests) for shape in self._shapes if shape.max_query_len == 1]
         logger.info(
@@ -166,7 +160,7 @@ class StepGraphs(Generic[Shape]):
 
     def _replay_and(self, shape: Shape, after: Callable[[torch.Tensor], object]) -> None:
         hidden = self.replay(shape)
-        if shape not in self._drawn:
+        if shape not in self._logits:
             after(hidden)
 
     def drop(self, shapes: Collection[Shape]) -> None:
@@ -174,7 +168,7 @@ class StepGraphs(Generic[Shape]):
         self._decode_shapes.clear()
         for shape in shapes:
             del self._graphs[shape]
-            self._drawn.pop(shape, None)
+            self._logits.pop(shape, None)
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
@@ -192,9 +186,9 @@ class StepGraphs(Generic[Shape]):
         graph.replay()
         return hidden
 
-    def drawn(self, shape: Shape) -> Drawn | None:
-        """What the last replay has drawn, if it was of this shape and its graph draws; valid as long as its output."""
-        return self._drawn.get(shape)
+    def logits(self, shape: Shape) -> torch.Tensor | None:
+        """Those of the last replay, if it was of this shape and its graph draws; valid as long as its output."""
+        return self._logits.get(shape)
 
     def _kept_batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
         key = shape, num_logits

@@ -54,7 +54,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._pinned: _Pinned | None = None
         if not tensors or not tensors[0].is_cuda:
-            self._arrays = [tensor.clone().numpy() for tensor in tensors]
+            self._arrays = [tensor.numpy().copy() for tensor in tensors]
             return
         places, size = _places([tensor.nbytes for tensor in tensors])
         if size > _MOST_BYTES:

@@ -312,7 +312,7 @@ def fill_pending(token_ids: torch.Tensor, pending: PendingRows, sampled: Sampled
     assert sampled is not None
     if pending.in_order:
         sources = sampled.token_ids
-        token_ids[:count].copy_(sources if len(sources) == count else sources[:count])
+        token_ids[:count].copy_(sources if sources.shape[0] == count else sources[:count])
         return
     places, sources = pack([pending.places, pending.sources], token_ids.device)
     token_ids.index_copy_(0, places, sampled.token_ids.index_select(0, sources))

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.kv_layout import LayerCache
-from slipstream.worker.cuda_graphs import Drawn, StepGraphs
+from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import LayerShape
 from slipstream.worker.input_batch import BatchBuilder, StepArrays
 from slipstream.worker.interface import LayeredInput, StepInput
@@ -44,7 +44,7 @@ class LayerGraphs(StepGraphs[LayerShape]):
         if self._shapes:
             self._forward(self._batch(self._shapes[0], 0))
 
-    def _compute(self, shape: LayerShape) -> tuple[Tensor, Drawn | None]:
+    def _compute(self, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
         batch, layers = self._batch(shape, 0), range(shape.layer, shape.layer + 1)
         hidden, residual = self._rows
         # a copy, as a norm is launched early (PDL), and may want a kernel before it in its graph

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 
 from slipstream.core.config import EngineConfig
@@ -12,6 +16,9 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.cores import set_threads
 from slipstream.worker.memory_plan import Hardware
 from slipstream.worker.residency import pages_without_holes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
@@ -33,6 +40,18 @@ def finish_phase(phases: StartUp, name: str, hardware: Hardware) -> None:
         torch.cuda.synchronize(hardware.device)
     phases.finish(name)
     hardware.parallel.note(name)
+
+
+def in_inference_mode(call: Callable[P, R]) -> Callable[P, R]:
+    """torch.inference_mode for a function of every step: a thread that is in it already, as one that makes all steps
+    should be, does not enter it again, which takes 10 us of a step."""
+    entering: Callable[P, R] = torch.inference_mode()(call)
+
+    @wraps(call)
+    def in_mode(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call(*args, **kwargs) if torch.is_inference_mode_enabled() else entering(*args, **kwargs)
+
+    return in_mode
 
 
 def enter_device(device: torch.device) -> None:

@@ -25,7 +25,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.branch_moves import BranchMoves
-from slipstream.worker.cuda_graphs import Drawn, StepGraphs
+from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.drawn_tokens import DrawnTokens
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
@@ -259,10 +259,10 @@ class ModelRunner:
         tensors, count = running.tensors, len(sampling)
         is_plain = running.all_plain or self._sampler.are_plain(sampling)
         is_whole = count == len(running.step.token_ids)
-        drawn = self._graphs.drawn(tensors.graph) if is_whole and tensors.graph is not None else None
+        drawn = self._graphs.logits(tensors.graph) if is_whole and tensors.graph is not None else None
         if drawn is not None and is_plain:
-            return PendingTokens(drawn.token_ids[:count])
-        logits = self._logits(running, is_whole, count) if drawn is None else drawn.logits[:count]
+            return PendingTokens(self._drawn.first(count))
+        logits = self._logits(running, is_whole, count) if drawn is None else drawn[:count]
         if is_plain:
             return PendingTokens(self._drawn.draw(logits))
         positions = tensors.batch.positions
@@ -330,9 +330,11 @@ class ModelRunner:
     def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward_last(batch, self._kv_caches)
 
-    def _draw(self, hidden: torch.Tensor) -> Drawn:
+    def _draw(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of decodes, whose tokens lie where the next graph takes them."""
         logits = self._model.raw_logits(hidden)
-        return Drawn(logits, self._drawn.draw(logits))
+        self._drawn.draw(logits)
+        return logits
 
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.

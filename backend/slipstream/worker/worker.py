@@ -27,7 +27,7 @@ from slipstream.worker.interface import (
     WorkerInfo,
 )
 from slipstream.worker.launched_step import LaunchedSample, RunningStep
-from slipstream.worker.load_target import enter_device, finish_phase, load_target
+from slipstream.worker.load_target import enter_device, finish_phase, in_inference_mode, load_target
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.request_state import RequestStates
@@ -91,7 +91,7 @@ class ModelWorker:
     def info(self) -> WorkerInfo:
         return self._info
 
-    @torch.inference_mode()
+    @in_inference_mode
     def execute(self, step: StepInput) -> None:
         for new in step.new_requests:
             self._add(new)
@@ -111,7 +111,7 @@ class ModelWorker:
         else:
             self._sample(running)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def sample(self, masks: GrammarMasks) -> None:
         if self._staged:
             self._staged[max(self._staged)].masks = masks
@@ -120,7 +120,7 @@ class ModelWorker:
         assert running is not None, "masks for a step that does not wait for them"
         self._sample(running, masks)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def execute_ahead(self, ahead: AheadInput) -> None:
         behind = self._launched[ahead.behind_id]
         assert behind.sample.rows is not None, "only a verification has another launched behind it"
@@ -144,7 +144,7 @@ class ModelWorker:
         self._read = sample.tokens or self._read  # without any, the next step's time has this one's in it
         return result
 
-    @torch.inference_mode()
+    @in_inference_mode
     def draft(self, drafts: DraftInput) -> DraftResult:
         enter_device(self._hardware.device)
         self._update(drafts.updates)
@@ -174,6 +174,7 @@ class ModelWorker:
             self._host_weights = HostWeights(self._target.tensors())
         self._was_frozen = give_memory_back(device) or self._was_frozen
 
+    @torch.inference_mode(False)  # what it makes is as after a start
     def wake(self, model: str) -> None:
         phases, config, has_weights = StartUp(), self._config, self._target is not None
         if model:
@@ -222,7 +223,7 @@ class ModelWorker:
         if not self._hardware.parallel.stage:
             self._staged[running.step.step_id] = _Staged(running)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def _leave_stages(self, staged: _Staged) -> None:
         enter_device(self._hardware.device)
         self._sample(self.runner.finish(staged.running), staged.masks)
