@@ -37,8 +37,8 @@ class BlockTables:
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)  # of the full groups
         self._num_window_blocks = np.zeros(num_rows, dtype=np.int64)
         self._rows: dict[int, int] = {}  # by request id
-        self._flat = self._table[0].reshape(-1)  # a view of the first group
         self._free = list(range(num_rows))
+        self._view_as_numbers()
         self._last_ids: Sequence[int] = ()
         self._last_rows = np.zeros(0, dtype=np.int64)
 
@@ -57,15 +57,16 @@ class BlockTables:
         if row is None:
             row = self._rows[sequence_id] = self._new_row()
             self._last_ids = ()
-        longest = max(self._num_blocks[row], self._num_window_blocks[row])  # behind these all are -1
         if self.groups.num_groups == 1:
-            start, count = row * self.max_blocks, len(block_ids)
-            if count > self.max_blocks:  # behind it lies another request's row
+            count, last_count = len(block_ids), self._counts[row]
+            if count > self.max_blocks:
                 raise ValueError(f"{count} blocks, but a row has room for {self.max_blocks}")
-            self._flat[start : start + count] = block_ids
-            self._flat[start + count : start + longest] = -1
-            self._num_blocks[row] = count
+            self._table[0, row, :count] = block_ids
+            if last_count > count:  # behind it all are -1
+                self._table[0, row, count:last_count] = -1
+            self._counts[row] = count
             return
+        longest = max(self._num_blocks[row], self._num_window_blocks[row])
         self._table[:, row, :longest] = -1
         self._num_blocks[row] = self._num_window_blocks[row] = 0
         self.extend(sequence_id, block_ids)
@@ -79,21 +80,18 @@ class BlockTables:
             )
 
     def extend_all(self, block_ids: Mapping[int, Sequence[int]]) -> None:
-        """`extend` by sequence id; requests with one new block, nearly all that decode, at once."""
-        rows, blocks, are_single = [], [], self.groups.num_full == 1
+        """`extend` by sequence id. Nearly all have one new block, which is written without NumPy."""
+        rows, flat, counts, most = self._rows, self._flat, self._counts, self.max_blocks
+        are_single = self.groups.num_full == 1
         for sequence_id, new_ids in block_ids.items():
             if not (are_single and len(new_ids) == 1):
                 self.extend(sequence_id, new_ids)
-            elif (row := self._rows.get(sequence_id)) is not None:
-                rows.append(row)
-                blocks.append(new_ids[0])
-        if rows:
-            indices = np.array(rows)
-            counts = self._num_blocks[indices]
-            if counts.max() >= self.max_blocks:
-                raise ValueError(f"a row has room for {self.max_blocks} blocks, and is full")
-            self._flat[indices * self.max_blocks + counts] = blocks
-            self._num_blocks[indices] = counts + 1
+            elif (row := rows.get(sequence_id)) is not None:
+                count = counts[row]
+                if count >= most:  # behind it lies another request's row
+                    raise ValueError(f"a row has room for {most} blocks, and is full")
+                flat[row * most + count] = new_ids[0]
+                counts[row] = count + 1
 
     def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
@@ -134,11 +132,16 @@ class BlockTables:
         if not self._free:  # preempted requests keep theirs until they come back
             size = self._table.shape[1]
             self._table = np.concatenate([self._table, np.full_like(self._table, -1)], axis=1)
-            self._flat = self._table[0].reshape(-1)
             self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
             self._num_window_blocks = np.concatenate([self._num_window_blocks, np.zeros_like(self._num_window_blocks)])
             self._free = list(range(size, 2 * size))
+            self._view_as_numbers()
         return self._free.pop()
+
+    def _view_as_numbers(self) -> None:
+        """Views of the first group's table and of the numbers of blocks in which Python reads and writes one number."""
+        self._flat = memoryview(self._table[0].reshape(-1))  # type: ignore[arg-type]
+        self._counts = memoryview(self._num_blocks)  # type: ignore[arg-type]
 
 
 def _append(table: np.ndarray, start: int, block_ids: Sequence[int]) -> int:
