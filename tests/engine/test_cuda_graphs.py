@@ -193,10 +193,11 @@ def _random_pending(dice: np.random.Generator, step: StepArrays) -> PendingRows:
     """The first token of some requests, or all of them in order."""
     starts = step.query_start_loc[:-1]
     if step.is_decode and dice.random() < 0.5:
-        return PendingRows(np.arange(len(starts)), np.arange(len(starts)), True)
+        return PendingRows(np.arange(len(starts)), np.arange(len(starts)), True, True)
     places = np.sort(dice.choice(starts, size=int(dice.integers(1, len(starts) + 1)), replace=False)).astype(np.int64)
     sources, order = dice.permutation(8)[: len(places)], np.arange(len(places))
-    return PendingRows(places, sources, np.array_equal(places, order) and np.array_equal(sources, order))
+    are_first = np.array_equal(places, order)
+    return PendingRows(places, sources, are_first, are_first and np.array_equal(sources, order))
 
 
 def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from slipstream.worker.input_batch import NO_ROWS, NONE_PENDING, PendingRows, Sa
 from slipstream.worker.launched_step import StepTensors
 
 CPU = torch.device("cpu")
-PENDING = PendingRows(np.array([0, 2]), np.array([1, 0]), in_order=False)
+PENDING = PendingRows(np.array([0, 2]), np.array([1, 0]), are_first=False, in_order=False)
 GIVEN, FILLED, UNTOUCHED, HELD = [5, 5, 5], [91, 5, 90], [0, 0, 0, 0], [90, 91, 0, 0]
 
 

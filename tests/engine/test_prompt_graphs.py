@@ -51,7 +51,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
     assert graphs.shape_for(step_of([1, 60], tree=True)) is None
     drafts = replace(step_of([3, 60]), logits_indices=np.array([0, 1, 2, 62]))
     assert graphs.shape_for(drafts) is None
-    behind_prompts = PendingRows(np.array([5]), np.array([0]), in_order=False)
+    behind_prompts = PendingRows(np.array([5]), np.array([0]), are_first=False, in_order=False)
     assert graphs.shape_for(replace(step_of([1, 60]), pending=behind_prompts)) is None
 
 

@@ -18,9 +18,6 @@ def step_of(lengths: list[int], num_decodes: int | None = None, tree: bool = Fal
         slot_mapping=np.arange(total) + 1000,
         logits_indices=ends - 1,
         max_query_len=max(lengths),
-        max_seq_len=10 + max(lengths),
         num_decode_requests=len(lengths) if num_decodes is None else num_decodes,
-        num_decode_tokens=total,
-        max_decode_query_len=max(lengths),
         tree_mask=np.arange(total) if tree else None,
     )

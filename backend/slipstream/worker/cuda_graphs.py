@@ -11,10 +11,12 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,6 +37,7 @@ MOST_BATCHES = 1024
 TIMED_CONTEXT = 1024
 
 Shape = TypeVar("Shape", bound=StepShape)
+_num_tokens: Callable[[StepShape], int] = attrgetter("num_tokens")
 
 
 class StepGraphs(Generic[Shape]):
@@ -51,6 +54,7 @@ class StepGraphs(Generic[Shape]):
         forward: Callable[[ForwardBatch], torch.Tensor],
         draw: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        """shapes: ascending by tokens."""
         self._shapes = list(shapes)
         self._forward, self._draw = forward, draw
         self._logits: dict[Shape, torch.Tensor] = {}  # of the graphs that draw
@@ -79,8 +83,8 @@ class StepGraphs(Generic[Shape]):
         return self._decode_shapes[count]
 
     def _smallest_for(self, step: StepArrays) -> Shape | None:
-        num_tokens = len(step.token_ids)
-        return next((shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.holds(step)), None)
+        first = bisect_left(self._shapes, len(step.token_ids), key=_num_tokens)
+        return next((shape for shape in islice(self._shapes, first, None) if shape.holds(step)), None)
 
     def warm_up(self) -> None:
         """Run each shape once without a graph, to compile kernels and initialise libraries."""

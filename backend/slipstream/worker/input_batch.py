@@ -40,21 +40,22 @@ class SampledTokens:
 class PendingRows(NamedTuple):
     """Tokens that only the device has. places: of them in a step's token_ids, ascending. sources: in SampledTokens.
 
-    in_order: both are 0, 1, 2, …, because the same requests decode on.
+    are_first: the places are 0, 1, 2, …. in_order: the sources are, too, because the same requests decode on.
     """
 
     places: np.ndarray
     sources: np.ndarray
+    are_first: bool
     in_order: bool
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
-NONE_PENDING = PendingRows(NO_ROWS, NO_ROWS, True)
+NONE_PENDING = PendingRows(NO_ROWS, NO_ROWS, True, True)
 
 
 @dataclass(slots=True)
 class StepArrays:
-    """ForwardBatch's fields on the host.
+    """ForwardBatch's fields on the host; those that no graph reads are found when they are asked for.
 
     other_tables, other_slots: of further KV groups, [num_groups - 1, R, max_blocks] and [num_groups - 1, T].
     """
@@ -67,10 +68,7 @@ class StepArrays:
     slot_mapping: np.ndarray
     logits_indices: np.ndarray
     max_query_len: int
-    max_seq_len: int
     num_decode_requests: int
-    num_decode_tokens: int
-    max_decode_query_len: int
     pending: PendingRows = NONE_PENDING
     tree_mask: np.ndarray | None = None
     other_tables: np.ndarray | None = None
@@ -82,9 +80,21 @@ class StepArrays:
         """Whether every request has one token, for which it samples: starts and logits_indices are then 0, 1, 2, …"""
         return len(self.token_ids) == len(self.seq_lens) == len(self.logits_indices) and self.tree_mask is None
 
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max())
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return int(self.query_start_loc[self.num_decode_requests])
+
+    @property
+    def max_decode_query_len(self) -> int:
+        return int(np.diff(self.query_start_loc[: self.num_decode_requests + 1]).max(initial=0))
+
 
 _ARRAYS = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
-_NUMBERS = [field.name for field in fields(StepArrays) if field.type == "int"]
+_NUMBERS = "max_query_len", "max_seq_len", "num_decode_requests", "num_decode_tokens", "max_decode_query_len"
 
 
 class BatchBuilder:
@@ -97,6 +107,7 @@ class BatchBuilder:
         self.max_blocks = tables.max_blocks
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
         self._indices = NO_ROWS  # by row of the tables, in the last step that sampled for it
+        self._order = NO_ROWS  # 0, 1, 2, …, which nobody changes
 
     def build(self, step: StepInput, sampled: SampledTokens | None = None) -> ForwardBatch:
         """Tokens in request order; logits_indices: of every request that samples, its last token's row and its drafts'.
@@ -132,12 +143,11 @@ class BatchBuilder:
         tables = self.tables.gather(step.sequence_ids, self._table_step)
         query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
         starts, ends = query_start_loc[:-1], lengths.cumsum(out=query_start_loc[1:])
-        seq_lens = computed + lengths
-        request_of_token = np.arange(num_requests).repeat(lengths)
-        positions = np.arange(num_tokens) + (computed - starts).repeat(lengths)
+        request_of_token = self._first(num_requests).repeat(lengths)
+        positions = self._first(num_tokens) + (computed - starts).repeat(lengths)
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
         slots, other_slots = self._slots(tables, other_tables, request_of_token, positions)
-        longest = int(lengths.max())
+        longest = max(step.num_scheduled_tokens)
         num_decodes = num_requests if longest <= MAX_DECODE_QUERY_LEN else num_short_queries(lengths)
         tree_mask = None
         if step.draft_parents:
@@ -146,15 +156,12 @@ class BatchBuilder:
             token_ids=np.array(step.token_ids, dtype=np.int64),
             positions=positions,
             query_start_loc=query_start_loc.astype(np.int32),
-            seq_lens=seq_lens.astype(np.int32),
+            seq_lens=(computed + lengths).astype(np.int32),
             block_tables=tables,
             slot_mapping=slots,
             logits_indices=ends - 1 if all_sample else _last_rows(ends, _num_logits(step)),
             max_query_len=longest,
-            max_seq_len=int(seq_lens.max()),
             num_decode_requests=num_decodes,
-            num_decode_tokens=int(query_start_loc[num_decodes]),
-            max_decode_query_len=longest if num_decodes == num_requests else int(lengths[:num_decodes].max(initial=0)),
             pending=self._pending_tokens(step, starts, sampled),
             tree_mask=tree_mask,
             other_tables=other_tables,
@@ -165,23 +172,20 @@ class BatchBuilder:
     def _decode_arrays(self, step: StepInput, sampled: SampledTokens | None) -> StepArrays:
         """`arrays` of a step in which every request has one token and samples, in a third of the operations."""
         count = len(step.token_ids)
-        order, positions = np.arange(count), np.array(step.num_computed_tokens, dtype=np.int64)
+        order, positions = self._first(count), np.array(step.num_computed_tokens, dtype=np.int64)
         tables = self.tables.gather(step.sequence_ids, self._table_step)
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
         slots, other_slots = self._slots(tables, other_tables, order, positions)
         return StepArrays(
             token_ids=_decode_tokens(step),
             positions=positions,
-            query_start_loc=np.arange(count + 1, dtype=np.int32),
+            query_start_loc=self._first(count + 1).astype(np.int32),
             seq_lens=(positions + 1).astype(np.int32),
             block_tables=tables,
             slot_mapping=slots,
             logits_indices=order,
             max_query_len=1,
-            max_seq_len=int(positions.max()) + 1,
             num_decode_requests=count,
-            num_decode_tokens=count,
-            max_decode_query_len=1,
             pending=self._pending_tokens(step, order, sampled),
             other_tables=other_tables,
             other_slots=other_slots,
@@ -205,21 +209,27 @@ class BatchBuilder:
         if not count:
             return NONE_PENDING
         assert sampled is not None, "a token that is not known, and no step that samples it"
-        order = np.arange(count)
+        order = self._first(count)
         if count == len(step.token_ids) and step.sequence_ids == sampled.sequence_ids:
-            return PendingRows(order, order, True)
+            return PendingRows(order, order, True, True)
         rows, begins_with_them = self.tables.rows(step.sequence_ids), step.pending[-1] == count - 1
         rows = rows[:count] if begins_with_them else rows[step.pending]
         num_sampled = len(sampled.table_rows)
         if len(self._indices) < self.tables.num_rows:
             self._indices = np.zeros(self.tables.num_rows, dtype=np.int64)
-        self._indices[sampled.table_rows] = np.arange(num_sampled)  # what other rows have is of earlier steps
+        self._indices[sampled.table_rows] = self._first(num_sampled)  # what other rows have is of earlier steps
         sources = self._indices[rows]
         is_found = num_sampled and (sampled.table_rows.take(sources, mode="clip") == rows).all()
         assert is_found, "a token that is not known, and another step that samples it"
         if begins_with_them:
-            return PendingRows(order, sources, bool(sources[-1] == count - 1 and (sources == order).all()))
-        return PendingRows(starts[step.pending], sources, False)
+            return PendingRows(order, sources, True, bool(sources[-1] == count - 1 and (sources == order).all()))
+        return PendingRows(starts[step.pending], sources, False, False)
+
+    def _first(self, count: int) -> np.ndarray:
+        """0, 1, 2, …, [count] int64: a view."""
+        if count > len(self._order):
+            self._order = np.arange(2 * count)
+        return self._order[:count]
 
 
 def _decode_tokens(step: StepInput) -> np.ndarray:

@@ -74,6 +74,7 @@ class ModelRunner:
     ) -> None:
         device, spec = hardware.device, model.spec
         self._model, self._hardware, self._device = model, hardware, device
+        self._is_gpu = device.type == "cuda"
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._parallel = parallel = hardware.parallel
         scales = [layer.attention.kv_scales for layer in model.own_layers]
@@ -165,7 +166,8 @@ class ModelRunner:
 
     def build(self, step: StepInput, states: Sequence[RequestState], any_given: bool = False) -> StepTensors:
         """any_given: some request, perhaps not of this step, has brought embeddings."""
-        enter_device(self._device)
+        if self._is_gpu:
+            enter_device(self._device)
         for accepted in step.accepted:
             assert self._branches is not None
             self._branches.move(accepted)
@@ -343,7 +345,7 @@ class ModelRunner:
         are refused here, by the logits of the first row; dummy weights are not checked.
         """
         checks_weights = config.model.load_format != "dummy"
-        is_gpu = self._device.type == "cuda"
+        is_gpu = self._is_gpu
         for num_tokens, longest in warm_up_steps(self._max_num_tokens, config.model) if is_gpu else ((1, 1),):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             batch = replace(batch, max_seq_len=longest)

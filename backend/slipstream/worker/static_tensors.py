@@ -35,7 +35,7 @@ class GraphInputs:
     drawn: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Layout:
     """Views for steps of one shape, number of requests and width of block tables, which decodes keep for many steps.
 
@@ -152,10 +152,11 @@ class StaticTensors:
 
     def _layout_of(self, shape: StepShape, step: StepArrays) -> _Layout:
         count, width = step.block_tables.shape
-        size, last = (len(self.block_tables), count, width), self._layout
+        num_groups, last = self._inputs.num_groups, self._layout
+        size = num_groups, count, width
         if last is not None and last.shape == shape and last.table_size == size:
             return last
-        num_entries = len(self.block_tables) * count * width
+        num_entries = num_groups * count * width
         num_bytes = self._num_fixed_bytes + num_entries * 4
         return _Layout(
             shape=shape,
@@ -169,8 +170,8 @@ class StaticTensors:
         count, words = len(step.token_ids), self._host_words
         words[0, :count] = step.token_ids
         words[1, :count] = step.positions
-        words[4, :count] = _sources_of(step)
         words[5, :count] = step.slot_mapping
+        self._write_sources(step, count)
         if step.other_slots is not None:
             words[6:, :count] = step.other_slots
         self._host_seq_lens[:count] = step.seq_lens
@@ -178,18 +179,19 @@ class StaticTensors:
     def _write(self, shape: StepShape, step: StepArrays) -> None:
         words, num_tokens, num_logits = self._host_words, len(step.token_ids), len(step.logits_indices)
         end = shape.num_tokens
-        words[0, :num_tokens], words[1, :num_tokens] = step.token_ids, step.positions
-        words[:2, num_tokens:end] = 0
+        words[:3, num_logits:end] = 0
+        words[0, :num_tokens] = step.token_ids
+        words[1, :num_tokens] = step.positions
         words[2, :num_logits] = step.logits_indices
-        words[2, num_logits:end] = 0
         if shape.is_tree:
             words[3] = 1
             tree_mask = _chain_masks(step) if step.tree_mask is None else step.tree_mask
             words[3, : len(tree_mask)] = tree_mask
-        words[4, :num_tokens], words[5, :num_tokens] = _sources_of(step), step.slot_mapping
+        words[5, :num_tokens] = step.slot_mapping
         if step.other_slots is not None:
             words[6:, :num_tokens] = step.other_slots
-        words[4:, num_tokens:end] = -1
+        words[5:, num_tokens:end] = -1
+        self._write_sources(step, end)
         self._host_table_size[:] = step.block_tables.shape
         count = len(step.seq_lens)
         self._host_starts[: count + 1] = step.query_start_loc
@@ -199,15 +201,17 @@ class StaticTensors:
         self._host_seq_lens[:count] = step.seq_lens
         self._host_seq_lens[count:] = 0
 
-
-def _sources_of(step: StepArrays) -> np.ndarray:
-    """[T] int64: where each token lies among the drawn ones; -1: the host knows it."""
-    pending, num_tokens = step.pending, len(step.token_ids)
-    if pending.in_order and len(pending.sources) == num_tokens:
-        return pending.sources
-    sources = np.full(num_tokens, -1)
-    sources[pending.places] = pending.sources
-    return sources
+    def _write_sources(self, step: StepArrays, end: int) -> None:
+        """Where each token before `end` lies among the drawn ones; -1: the host knows it."""
+        pending, sources = step.pending, self._host_words[4]
+        count = len(pending.places)
+        if not pending.are_first:
+            sources[:end] = -1
+            sources[pending.places] = pending.sources
+            return
+        sources[:count] = pending.sources
+        if count < end:
+            sources[count:end] = -1
 
 
 def _chain_masks(step: StepArrays) -> np.ndarray:

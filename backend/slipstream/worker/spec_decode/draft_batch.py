@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from slipstream_kernels import ops
 
-from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
+from slipstream.nn.batch import ForwardBatch
 from slipstream.worker.block_tables import TABLE_STEP, BlockTables
 from slipstream.worker.input_batch import StepArrays, num_short_queries
 from slipstream.worker.request_state import RequestState
@@ -64,10 +64,7 @@ class DraftBatches:
             slot_mapping=blocks * self.block_size + positions % self.block_size,
             logits_indices=np.empty(0, dtype=np.int64),
             max_query_len=int(counts.max()),
-            max_seq_len=int((starts + counts).max()),
             num_decode_requests=num_decodes,
-            num_decode_tokens=int(ends[num_decodes - 1]) if num_decodes else 0,
-            max_decode_query_len=min(int(counts[:num_decodes].max(initial=0)), MAX_DECODE_QUERY_LEN),
             prompt_prefixes=tuple(starts[num_decodes:].tolist()),
         )
 
