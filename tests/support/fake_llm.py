@@ -80,7 +80,7 @@ class FakeLLM:
             self._draft(request.token_ids + new, request.seed) if new else []
             for request, new in zip(step.requests, sampled)
         ]
-        outputs = self.scheduler.commit(step, sampled)
+        outputs = list(self.scheduler.commit(step, sampled))
         for request, found in zip(step.requests, drafts) if self.num_drafts else ():
             assert not request.num_output_placeholders or not found, "drafts for a request that runs ahead"
             request.draft_token_ids = [] if request.is_finished else found

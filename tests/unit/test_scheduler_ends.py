@@ -100,7 +100,7 @@ def test_a_request_finished_between_schedule_and_commit_gets_no_more_news() -> N
     add(llm, request)
     step = llm.scheduler.schedule()
     llm.scheduler.finish(request, FinishReason.STOP, "a stop string")
-    assert llm.scheduler.commit(step, [[7]]) == []
+    assert not llm.scheduler.commit(step, [[7]])
     assert request.num_output_tokens == 0 and request.stop_reason == "a stop string"
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_decodes, note_lengths
-from slipstream.core.outputs import StepOutput
+from slipstream.core.outputs import DecodedTokens, StepOutputs
 from slipstream.core.queue_order import SortKey
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.stats import Stats
@@ -147,7 +147,7 @@ class DecodeRun:
         now_ns: int,
         stats: Stats,
         leave: Callable[[Request], None],
-    ) -> list[StepOutput]:
+    ) -> StepOutputs:
         """`Scheduler.commit` for the rows of a step of this run. leave: called with each request that ends."""
         requests, token_ids, times, last = rows.requests, rows.token_ids, rows.times, rows.last
         sampled = sampled_token_ids[: len(requests)]
@@ -157,7 +157,7 @@ class DecodeRun:
             sampled = _without(sampled, gone)
             last = [index - bisect_left(gone, index) for index in last if index not in gone]
         if not requests:
-            return []
+            return StepOutputs()
         last_ns = times[0].last_token_ns  # all have had their last token in the step before
         for request, known, clock, new_token_ids in zip(requests, token_ids, times, sampled, strict=True):
             known += new_token_ids
@@ -167,16 +167,16 @@ class DecodeRun:
             self._cache.commit_filled(self._filled)
             self._filled = []
         note_decodes(stats, len(requests), last_ns, now_ns)
-        outputs = list(map(StepOutput, requests, sampled))
+        ended = []
         for index in _to_look_at(sampled, last, rows.stop_ids):
             request = requests[index]
             if request.stop_conditions.is_over(request):
-                outputs[index].finish_reason = request.finish_reason
+                ended.append(index)
                 if not request.num_output_placeholders and request in self._at_length:  # no step in flight has it
                     self._at_length.remove(request)
                 note_lengths(stats, request)
                 leave(request)
-        return outputs
+        return StepOutputs((DecodedTokens(requests, sampled, ended),))
 
     # ---- parts
 
@@ -298,11 +298,11 @@ class DecodeRuns:
         now_ns: int,
         stats: Stats,
         leave: Callable[[Request], None],
-    ) -> tuple[list[StepOutput], int]:
+    ) -> tuple[StepOutputs, int]:
         """Commit the rows of a step that the run of now has scheduled. Returns their outputs and the number of rows."""
         rows = step.run
         if rows is None or rows.run is not self._run:
-            return [], 0
+            return StepOutputs(), 0
         return rows.run.commit(rows, sampled_token_ids, now_ns, stats, leave), len(rows.requests)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import EngineError, SlipstreamError
@@ -41,6 +42,64 @@ class StepOutput:
     context_logits: list[bytes] | None = None
     error: str = ""  # set with FinishReason.ERROR
     fault: type[SlipstreamError] = EngineError  # the kind of error
+
+
+@dataclass(slots=True)
+class DecodedTokens:
+    """What a step has drawn for requests that decode, in columns: an object for each takes 0.2 us of the engine thread.
+
+    token_ids: of each request. ended: indices of the requests that they end.
+    """
+
+    requests: Sequence[Request]
+    token_ids: Sequence[list[int]]
+    ended: Sequence[int] = ()
+    _outputs: list[StepOutput] | None = None
+
+    def outputs(self) -> list[StepOutput]:
+        """The same in objects, which are made once."""
+        if self._outputs is None:
+            self._outputs = list(map(StepOutput, self.requests, self.token_ids))
+            for index in self.ended:
+                self._outputs[index].finish_reason = self.requests[index].finish_reason
+        return self._outputs
+
+
+class StepOutputs:
+    """The outputs of one engine step, in order. Columns become objects when somebody looks at each, as a rule on the
+    output thread."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Iterable[StepOutput | DecodedTokens] = ()) -> None:
+        self._parts = list(parts)
+
+    def append(self, output: StepOutput) -> None:
+        self._parts.append(output)
+
+    def __iadd__(self, others: StepOutputs | Iterable[StepOutput]) -> StepOutputs:
+        self._parts += others._parts if isinstance(others, StepOutputs) else others
+        return self
+
+    def __iter__(self) -> Iterator[StepOutput]:
+        for part in self._parts:
+            if isinstance(part, DecodedTokens):
+                yield from part.outputs()
+            else:
+                yield part
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def ended(self) -> list[Request]:
+        """The requests that they end."""
+        found: list[Request] = []
+        for part in self._parts:
+            if isinstance(part, DecodedTokens):
+                found += [part.requests[index] for index in part.ended]
+            elif part.finish_reason is not None:
+                found.append(part.request)
+        return found
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
-from slipstream.core.outputs import StepOutput
+from slipstream.core.outputs import StepOutput, StepOutputs
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.prefix import Prefix
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
@@ -286,7 +286,7 @@ class Scheduler:
                 if request.status is RequestStatus.RUNNING:
                     self._preempt(request)
 
-    def commit(self, step: ScheduledStep, sampled_token_ids: list[list[int]]) -> list[StepOutput]:
+    def commit(self, step: ScheduledStep, sampled_token_ids: list[list[int]]) -> StepOutputs:
         """Apply a step's result: append tokens, end requests, free blocks, publish prefixes.
 
         sampled_token_ids: one list per step.requests: accepted drafts and the token after them, empty where `samples`
@@ -300,7 +300,8 @@ class Scheduler:
         outputs, first = self._runs.commit(step, sampled_token_ids, now_ns, self.stats, self._leave)
         if outputs and first == len(step.requests):
             return outputs
-        num_noted, block_size, finished = len(outputs), self.cache.block_size, RequestStatus.FINISHED
+        of_others: list[StepOutput] = []
+        block_size, finished = self.cache.block_size, RequestStatus.FINISHED
         rows = zip(step.requests[first:], step.samples[first:], sampled_token_ids[first:], strict=True)
         for request, samples, new_token_ids in rows:
             if request.status is finished:
@@ -316,13 +317,14 @@ class Scheduler:
                 # drafts that were rejected or cut off by a stop do not count as computed
                 if has_drafts and request.status is RequestStatus.RUNNING:
                     request.num_computed_tokens = len(request.token_ids) - 1
-                outputs.append(StepOutput(request, new_token_ids, request.finish_reason))
+                of_others.append(StepOutput(request, new_token_ids, request.finish_reason))
             # blocks that the in-flight step is filling may be shared too: their readers run in later steps
             if request.num_computed_tokens >= (request.num_published_blocks + 1) * block_size:
                 self.cache.commit(request)
             if is_over:
                 self._leave(request)
-        note_times(self.stats, outputs[num_noted:], now_ns)
+        note_times(self.stats, of_others, now_ns)
+        outputs += of_others
         return outputs
 
     def most_slots(self, request: Request) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from slipstream.core.errors import RequestError
 from slipstream.core.finish import StopConditions, end_token_ids
 from slipstream.core.latencies import note_end, note_lengths
-from slipstream.core.outputs import StepOutput, TokenLogprobs
+from slipstream.core.outputs import StepOutput, StepOutputs, TokenLogprobs
 from slipstream.core.request import FinishReason, Request, RequestTimes
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
@@ -99,14 +99,14 @@ class BeamSearches:
         self._forget = forget
         self._stats = scheduler.stats
 
-    def advance(self, outputs: list[StepOutput], ended: Sequence[Request]) -> list[StepOutput]:
+    def advance(self, outputs: StepOutputs, ended: Sequence[Request]) -> StepOutputs:
         """The outputs without those of searches' steps, and those of the searches that they end.
 
         ended: the requests that these outputs end, as all steps of searches do.
         """
         if all(request.search is None for request in ended):
             return outputs
-        kept: list[StepOutput] = []
+        kept = StepOutputs()
         for output in outputs:
             search = output.request.search
             if search is None:

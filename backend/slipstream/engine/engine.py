@@ -22,7 +22,7 @@ from slipstream.core.gauges import record_gauges
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
-from slipstream.core.outputs import StepOutput
+from slipstream.core.outputs import StepOutputs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.start_up import StartUp
@@ -177,19 +177,19 @@ class Engine:
 
     def wait(self, timeout: float) -> bool:
         """Sleep until there is work, at most `timeout` seconds. Returns has_work."""
-        self._structured.poll([])  # calls for ended requests may still run
+        self._structured.poll(StepOutputs())  # calls for ended requests may still run
         self.stats.last_step_time = 0.0
         self.stats.publish()
         with self._wake:
             self._wake.wait_for(lambda: self.has_work or self.error is not None, timeout)
         return self.has_work
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> StepOutputs:
         """Run one engine step. Returns the outputs of the step that it read, perhaps the previous one, perhaps none.
 
         Never raises: a bug ends every request with an error and sets `error`.
         """
-        outputs: list[StepOutput] = []
+        outputs = StepOutputs()
         if self.error is not None:
             return outputs
         step = _NO_STEP
@@ -212,7 +212,7 @@ class Engine:
             self._read_all(outputs, self._num_ahead if step.requests else max(0, len(self._in_flight) - 1))
             if not step.requests and not outputs:  # all requests may wait for grammars
                 self._structured.poll(outputs, _HELD_WAIT_S)
-            ended = [output.request for output in outputs if output.finish_reason is not None]
+            ended = outputs.ended()
             self._forget(ended)
             outputs = self._searches.advance(outputs, ended)
             if not (self._inbox or self._in_flight or self.scheduler.has_work):
@@ -220,7 +220,7 @@ class Engine:
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             lost = self.ranks.loss_behind_failure()
-            self._die(lost or internal_error(logger, "the engine failed", error), step, outputs)
+            outputs = self._die(lost or internal_error(logger, "the engine failed", error), step, outputs)
         return outputs
 
     def abandon(self, error: EngineError) -> None:
@@ -288,13 +288,13 @@ class Engine:
         self.worker.execute_ahead(AheadInput(step_id, in_flight.step_id, method, draft_methods, kv_update_methods))
         return AheadStep.of(InFlightStep(step_id, step, draft_methods))
 
-    def _read_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
+    def _read_all(self, outputs: StepOutputs, num_kept: int = 0) -> None:
         """Read the launched steps, except the last num_kept."""
         while len(self._in_flight) > num_kept:
             self._read(self._in_flight[0], outputs)
             self._in_flight.popleft()
 
-    def _read(self, in_flight: InFlightStep, outputs: list[StepOutput]) -> None:
+    def _read(self, in_flight: InFlightStep, outputs: StepOutputs) -> None:
         result = self.worker.result(in_flight.step_id)
         in_flight.step.device_s, sampled = result.device_s, sampled_step(in_flight, result)
         self._inputs.note_accepted(in_flight.step_id, in_flight.step, sampled.accepted_rows)
@@ -321,7 +321,7 @@ class Engine:
             self.worker.forget(sequence_ids)
             self._structured.forget(ended)
 
-    def _drain_inbox(self, outputs: list[StepOutput]) -> None:
+    def _drain_inbox(self, outputs: StepOutputs) -> None:
         finishes: list[Finish] = []
         for _ in range(MAX_MESSAGES):
             if not self._inbox or self.residency.is_waking:
@@ -338,7 +338,7 @@ class Engine:
             if output is not None:
                 outputs.append(output)
 
-    def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
+    def _admit(self, requests: list[Request], outputs: StepOutputs) -> None:
         try:
             self.residency.check_taken()
             self.scheduler.add_all(requests)
@@ -347,7 +347,7 @@ class Engine:
             for request in requests:
                 self._fail(request, error, outputs)
 
-    def _fail(self, request: Request, error: SlipstreamError, outputs: list[StepOutput]) -> None:
+    def _fail(self, request: Request, error: SlipstreamError, outputs: StepOutputs) -> None:
         """End one request with an error of its own."""
         output = self.scheduler.finish(request, FinishReason.ERROR, error=str(error))
         if output is not None:
@@ -376,8 +376,8 @@ class Engine:
             self._inbox.append(message)
             self._wake.notify()
 
-    def _die(self, error: EngineError, step: ScheduledStep, outputs: list[StepOutput]) -> None:
-        """Answer every request with an error; the scheduler's state is no longer trusted."""
+    def _die(self, error: EngineError, step: ScheduledStep, outputs: StepOutputs) -> StepOutputs:
+        """The outputs, and an error for every other request; the scheduler's state is no longer trusted."""
         with self._wake:
             self.error = error
             self.residency.fail(error)
@@ -386,7 +386,8 @@ class Engine:
         # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
         searching = [output.request for output in outputs if output.request.search is not None]  # a step is no answer
-        outputs[:] = [output for output in outputs if output.request.search is None]
+        answers = StepOutputs(output for output in outputs if output.request.search is None)
         self._in_flight.clear()
         self._ahead = None
-        end_all([*in_step, *step.requests, *self.scheduler.live_requests, *searching, *arriving], error, outputs)
+        end_all([*in_step, *step.requests, *self.scheduler.live_requests, *searching, *arriving], error, answers)
+        return answers

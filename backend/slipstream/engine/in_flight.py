@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.core.drafts import accepted_tokens
 from slipstream.core.errors import EngineError, SlipstreamError
-from slipstream.core.outputs import StepOutput, TokenLogprobs
+from slipstream.core.outputs import StepOutput, StepOutputs, TokenLogprobs
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.step import ScheduledStep
 from slipstream.worker.interface import StepResult
@@ -127,7 +127,7 @@ def failures_of(in_flight: InFlightStep, result: StepResult) -> list[tuple[Reque
     return [*in_flight.failures, *by_processor]
 
 
-def add_logprobs(committed: Sequence[StepOutput], sampled: SampledStep, result: StepResult) -> None:
+def add_logprobs(committed: StepOutputs, sampled: SampledStep, result: StepResult) -> None:
     """Give the outputs of a step what was asked beside its tokens: log probabilities and logits."""
     if not (sampled.logprobs or result.prompt_logprobs):
         return
@@ -141,7 +141,7 @@ def add_logprobs(committed: Sequence[StepOutput], sampled: SampledStep, result: 
             request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
 
 
-def end_all(requests: Iterable[Request], error: EngineError, outputs: list[StepOutput]) -> None:
+def end_all(requests: Iterable[Request], error: EngineError, outputs: StepOutputs) -> None:
     """End each request that `outputs` does not end yet with the error, without the scheduler."""
     answered = {id(output.request) for output in outputs if output.finish_reason is not None}
     text = str(error)

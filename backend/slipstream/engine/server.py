@@ -2,7 +2,7 @@
 
 input thread (the main one): frames -> requests -> `Engine.submit`; answers invalid requests itself. Large requests go
 to the pool's thread.
-engine thread: `Engine.step` while there is work; passes each step's outputs on as one list.
+engine thread: `Engine.step` while there is work; passes each step's outputs on as one object.
 output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
 Knows nothing of tensors: protocol/request_parser.py reads requests and output_processor.py writes text.
 """
@@ -24,7 +24,7 @@ import torch
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import LIST_LORA, OF_LORA, STATE, Control
 from slipstream.core.errors import CapacityError, EngineError
-from slipstream.core.outputs import RequestOutput, StepOutput
+from slipstream.core.outputs import RequestOutput, StepOutputs
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
@@ -71,7 +71,7 @@ class GenerateServer:
         config = self._engine.config
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
-        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
+        self._steps: queue.Queue[StepOutputs | None] = queue.Queue(_MAX_STEPS_AHEAD)
         self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._ids = RequestIds()
@@ -306,7 +306,7 @@ class GenerateServer:
             try:
                 step = self._steps.get(timeout=timeout)
             except queue.Empty:
-                step, metrics_due = [], 0.0
+                step, metrics_due = StepOutputs(), 0.0
             if step is None:
                 self._fail_everything()
                 return
@@ -322,7 +322,7 @@ class GenerateServer:
                 settling = iter(_SETTLE_S)
             timeout = _METRICS_PERIOD_S if self._engine.has_work else next(settling, _METRICS_PERIOD_S)
 
-    def _answer(self, step: list[StepOutput]) -> None:
+    def _answer(self, step: StepOutputs) -> None:
         live, answers, most_bytes = self._live, [], wire.MAX_RESPONSE_BYTES
         for output in self._outputs.process(step):
             handle = output.request.handle

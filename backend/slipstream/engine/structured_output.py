@@ -12,7 +12,7 @@ import torch
 
 from slipstream.core.drafts import row_paths
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.outputs import StepOutput
+from slipstream.core.outputs import StepOutputs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import ScheduledStep
@@ -43,7 +43,7 @@ class StructuredOutputs:
         self,
         host: GrammarHost,
         scheduler: Scheduler,
-        fail: Callable[[Request, SlipstreamError, list[StepOutput]], None],
+        fail: Callable[[Request, SlipstreamError, StepOutputs], None],
     ) -> None:
         self._host, self._scheduler, self._fail = host, scheduler, fail
         self._live: set[int] = set()  # sequence ids; while empty, steps are not inspected
@@ -55,7 +55,7 @@ class StructuredOutputs:
             self._live.update(state.request.sequence_id for state in states)
             self._host.start(states)
 
-    def poll(self, outputs: list[StepOutput], timeout: float = 0.0) -> None:
+    def poll(self, outputs: StepOutputs, timeout: float = 0.0) -> None:
         """Handle results of grammars, waiting at most `timeout` seconds."""
         for state in self._host.poll(timeout):
             request = state.request
@@ -104,7 +104,7 @@ class StructuredOutputs:
         found.masks = GrammarMasks(rows, bits, dead_rows)
         return found
 
-    def advance(self, committed: list[StepOutput]) -> None:
+    def advance(self, committed: StepOutputs) -> None:
         """Advance matchers by a step's tokens. A request without end tokens is held until its grammar says whether
         another token may follow."""
         for output in committed if self._live else ():
