@@ -84,10 +84,11 @@ class HostBench:
         sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
         logits = torch.zeros(sizes[-1], NUM_LOGITS)
         logits[:, 1] = 1.0
+        first = [logits[:count] for count in range(sizes[-1] + 1)]
         model.forward = lambda batch, _: _zeros(len(batch.token_ids))
         model.forward_last = lambda batch, _: _zeros(len(batch.logits_indices))
         model.final = lambda hidden: hidden
-        model.lm_head = lambda hidden: logits[: len(hidden)]
+        model.lm_head = lambda hidden: first[hidden.shape[0]]
         self._temperature = temperature
         drawn = torch.ones(sizes[-1], dtype=torch.int64)
         runner._drawn.token_ids = drawn

@@ -16,8 +16,8 @@ TABLE_STEP = 16
 T = TypeVar("T")
 
 
-def values_of(known: Mapping[int, T], keys: Sequence[int]) -> Sequence[T]:
-    """The value of each key, in a third of a comprehension's time."""
+def values_of(known: Mapping[int, T] | Sequence[T], keys: Sequence[int]) -> Sequence[T]:
+    """The value of each key or index, in a third of a comprehension's time."""
     return itemgetter(*keys)(known) if len(keys) > 1 else [known[key] for key in keys]
 
 
@@ -34,12 +34,13 @@ class BlockTables:
         self.max_blocks = max_blocks
         self.groups = groups
         self._table = np.full((groups.num_groups, num_rows, max_blocks), -1, dtype=np.int32)
-        self._num_blocks = np.zeros(num_rows, dtype=np.int64)  # of the full groups
-        self._num_window_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._num_blocks = [0] * num_rows  # of the full groups
+        self._num_window_blocks = [0] * num_rows
         self._rows: dict[int, int] = {}  # by request id
         self._free = list(range(num_rows))
-        self._view_as_numbers()
+        self._flat = memoryview(self._table[0].reshape(-1))  # type: ignore[arg-type]  # where Python writes one number
         self._last_ids: Sequence[int] = ()
+        self._last_row_numbers: Sequence[int] = ()
         self._last_rows = np.zeros(0, dtype=np.int64)
 
     @property
@@ -58,13 +59,13 @@ class BlockTables:
             row = self._rows[sequence_id] = self._new_row()
             self._last_ids = ()
         if self.groups.num_groups == 1:
-            count, last_count = len(block_ids), self._counts[row]
+            count, last_count = len(block_ids), self._num_blocks[row]
             if count > self.max_blocks:
                 raise ValueError(f"{count} blocks, but a row has room for {self.max_blocks}")
             self._table[0, row, :count] = block_ids
             if last_count > count:  # behind it all are -1
                 self._table[0, row, count:last_count] = -1
-            self._counts[row] = count
+            self._num_blocks[row] = count
             return
         longest = max(self._num_blocks[row], self._num_window_blocks[row])
         self._table[:, row, :longest] = -1
@@ -75,13 +76,12 @@ class BlockTables:
     def extend(self, sequence_id: int, block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
         if row is not None:
-            self._num_blocks[row] += _append(
-                self._table[: self.groups.num_full, row], int(self._num_blocks[row]), block_ids
-            )
+            table, start = self._table[: self.groups.num_full, row], self._num_blocks[row]
+            self._num_blocks[row] += _append(table, start, block_ids)
 
     def extend_all(self, block_ids: Mapping[int, Sequence[int]]) -> None:
         """`extend` by sequence id. Nearly all have one new block, which is written without NumPy."""
-        rows, flat, counts, most = self._rows, self._flat, self._counts, self.max_blocks
+        rows, flat, counts, most = self._rows, self._flat, self._num_blocks, self.max_blocks
         are_single = self.groups.num_full == 1
         for sequence_id, new_ids in block_ids.items():
             if not (are_single and len(new_ids) == 1):
@@ -96,7 +96,7 @@ class BlockTables:
     def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
         if row is not None and len(window_block_ids):
-            table, start = self._table[self.groups.num_full :, row], int(self._num_window_blocks[row])
+            table, start = self._table[self.groups.num_full :, row], self._num_window_blocks[row]
             self._num_window_blocks[row] += _append(table, start, window_block_ids)
 
     def drop(self, sequence_ids: Iterable[int]) -> None:
@@ -119,29 +119,25 @@ class BlockTables:
     def rows(self, sequence_ids: Sequence[int]) -> np.ndarray:
         """The rows of requests, which no others have while these are known: [num_requests] int64, below num_rows."""
         if not self._last_ids or sequence_ids != self._last_ids:
-            self._last_rows = np.array(values_of(self._rows, sequence_ids), dtype=np.int64)
+            self._last_row_numbers = values_of(self._rows, sequence_ids)
+            self._last_rows = np.array(self._last_row_numbers, dtype=np.int64)
             self._last_ids = sequence_ids
         return self._last_rows
 
     def _rows_and_width(self, sequence_ids: Sequence[int], width_step: int) -> tuple[np.ndarray, int]:
         rows = self.rows(sequence_ids)
-        longest = max(1, int(self._num_blocks[rows].max()))
+        longest = max(1, *values_of(self._num_blocks, self._last_row_numbers))
         return rows, -(-longest // width_step) * width_step
 
     def _new_row(self) -> int:
         if not self._free:  # preempted requests keep theirs until they come back
             size = self._table.shape[1]
             self._table = np.concatenate([self._table, np.full_like(self._table, -1)], axis=1)
-            self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
-            self._num_window_blocks = np.concatenate([self._num_window_blocks, np.zeros_like(self._num_window_blocks)])
+            self._flat = memoryview(self._table[0].reshape(-1))  # type: ignore[arg-type]
+            self._num_blocks += [0] * size
+            self._num_window_blocks += [0] * size
             self._free = list(range(size, 2 * size))
-            self._view_as_numbers()
         return self._free.pop()
-
-    def _view_as_numbers(self) -> None:
-        """Views of the first group's table and of the numbers of blocks in which Python reads and writes one number."""
-        self._flat = memoryview(self._table[0].reshape(-1))  # type: ignore[arg-type]
-        self._counts = memoryview(self._num_blocks)  # type: ignore[arg-type]
 
 
 def _append(table: np.ndarray, start: int, block_ids: Sequence[int]) -> int:

@@ -219,7 +219,8 @@ class BatchBuilder:
             self._indices = np.zeros(self.tables.num_rows, dtype=np.int64)
         self._indices[sampled.table_rows] = self._first(num_sampled)  # what other rows have is of earlier steps
         sources = self._indices[rows]
-        is_found = num_sampled and (sampled.table_rows.take(sources, mode="clip") == rows).all()
+        # as bytes: a comparison of NumPy's and its sum take 5 us of a step
+        is_found = num_sampled and sampled.table_rows.take(sources, mode="clip").tobytes() == rows.tobytes()
         assert is_found, "a token that is not known, and another step that samples it"
         if begins_with_them:
             return PendingRows(order, sources, True, bool(sources[-1] == count - 1 and (sources == order).all()))

@@ -52,11 +52,18 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None, *, backend: st
     """
     if out is None:
         return sample(logits, None, None, None, None, None, None, backend=backend)
-    _check(logits, None, None, None, None, None, None)
+    _check_logits(logits)
     require_shape("out", out, (logits.shape[0],))
     if out.dtype != torch.int64 or not out.is_contiguous():
         raise ValueError(f"out: dtype {out.dtype}, expected contiguous int64")
     return select("sample.greedy", backend, logits).greedy(logits, out)
+
+
+def _check_logits(logits: torch.Tensor) -> None:
+    require_float("logits", logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits: shape {tuple(logits.shape)}, expected [num_rows, vocab_size]")
+    require_unit_stride("logits", logits)
 
 
 def _check(
@@ -68,10 +75,7 @@ def _check(
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> None:
-    require_float("logits", logits)
-    if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits: shape {tuple(logits.shape)}, expected [num_rows, vocab_size]")
-    require_unit_stride("logits", logits)
+    _check_logits(logits)
     expected = (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
