@@ -8,6 +8,7 @@ Without times measured at start, the limit is the number of rows that cost no mo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -178,8 +179,8 @@ class DraftPlanner:
         self._free_tokens = free_tokens
         self._is_adaptive = is_adaptive
         self._costs = costs
-        self._loads: dict[int, _Load] = {}
-        self._gains: dict[str, DraftGains] = {}
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._gains: defaultdict[str, DraftGains] = defaultdict(DraftGains)
         self._is_full = False  # too many requests for any draft
         self._num_running = 0
         self._max_drafts = 0  # max drafts per request in this step
@@ -211,7 +212,7 @@ class DraftPlanner:
 
     def observe(self, method: str, num_drafts: int, rows: Sequence[int]) -> None:
         """Record a verification of num_drafts drafts. rows: the accepted rows; row 1 + i is draft i."""
-        self._gains_of(method).add(num_drafts, rows)
+        self._gains[method].add(num_drafts, rows)
 
     def measure(self, step: MeasuredStep) -> None:
         """Record a decode step."""
@@ -243,7 +244,7 @@ class DraftPlanner:
         if plain is None:
             return {}
         rates = {0: 1.0 / bounded(plain + load.surplus.plain, plain)}
-        expected = self._gains_of(method).expected_tokens(most)
+        expected = self._gains[method].expected_tokens(most)
         for num_rows in self._row_counts(count, 1 + most):
             seconds = self._costs.seconds(count, count * num_rows, method)
             if seconds is not None:
@@ -285,12 +286,9 @@ class DraftPlanner:
         self._is_full = num_free < (3 if self._is_full else 2)
         return 0 if self._is_full else num_free
 
-    def _gains_of(self, method: str) -> DraftGains:
-        return self._gains.setdefault(method, DraftGains())
-
     def _load(self, num_running: int) -> _Load:
         """The measurements for this number of requests, rounded to a power of two."""
-        return self._loads.setdefault(num_running.bit_length(), _Load())
+        return self._loads[num_running.bit_length()]
 
 
 def update_after_verify(request: Request, num_new: int, stats: Stats) -> None:

@@ -276,7 +276,9 @@ class Engine:
     def _launch_ahead(self, in_flight: InFlightStep) -> AheadStep | None:
         """Launch the verification after the step just launched, if its requests and drafts are certain."""
         step = in_flight.step
-        if not self._num_ahead or in_flight.indices is not None or self._inbox or self.scheduler.may_admit:
+        if not (self._num_ahead and in_flight.draft_methods) or in_flight.indices is not None:
+            return None
+        if self._inbox or self.scheduler.may_admit:
             return None
         if not self.scheduler.cache.is_free_to_write(step):  # also blocks that drafts have been given
             return None

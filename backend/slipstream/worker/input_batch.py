@@ -138,11 +138,10 @@ class BatchBuilder:
         all_sample = not step.total_num_drafts and all(step.samples)
         if num_tokens == num_requests and all_sample:
             return self._decode_arrays(step, sampled)
-        computed = np.array(step.num_computed_tokens, dtype=np.int64)
-        lengths = np.array(step.num_scheduled_tokens, dtype=np.int64)
+        computed, lengths = _int64(step.num_computed_tokens), _int64(step.num_scheduled_tokens)
         tables = self.tables.gather(step.sequence_ids, self._table_step)
         query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
-        starts, ends = query_start_loc[:-1], lengths.cumsum(out=query_start_loc[1:])
+        starts, ends = query_start_loc[:-1], np.add.accumulate(lengths, out=query_start_loc[1:])
         request_of_token = self._first(num_requests).repeat(lengths)
         positions = self._first(num_tokens) + (computed - starts).repeat(lengths)
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
@@ -153,7 +152,7 @@ class BatchBuilder:
         if step.draft_parents:
             positions, tree_mask = _tree_rows(step, num_decodes, positions.copy())
         return StepArrays(
-            token_ids=np.array(step.token_ids, dtype=np.int64),
+            token_ids=_int64(step.token_ids),
             positions=positions,
             query_start_loc=query_start_loc.astype(np.int32),
             seq_lens=(computed + lengths).astype(np.int32),
@@ -172,7 +171,7 @@ class BatchBuilder:
     def _decode_arrays(self, step: StepInput, sampled: SampledTokens | None) -> StepArrays:
         """`arrays` of a step in which every request has one token and samples, in a third of the operations."""
         count = len(step.token_ids)
-        order, positions = self._first(count), np.array(step.num_computed_tokens, dtype=np.int64)
+        order, positions = self._first(count), _int64(step.num_computed_tokens)
         tables = self.tables.gather(step.sequence_ids, self._table_step)
         other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
         slots, other_slots = self._slots(tables, other_tables, order, positions)
@@ -233,12 +232,17 @@ class BatchBuilder:
         return self._order[:count]
 
 
+def _int64(values: Sequence[int]) -> np.ndarray:
+    """[N] int64, without a look at each value's type first."""
+    return np.fromiter(values, np.int64, len(values))
+
+
 def _decode_tokens(step: StepInput) -> np.ndarray:
     """[T] int64: tokens that are pending are 0."""
     count = len(step.token_ids)
     if len(step.pending) == count:
         return np.zeros(count, dtype=np.int64)
-    return np.array(step.token_ids, dtype=np.int64)
+    return _int64(step.token_ids)
 
 
 def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:

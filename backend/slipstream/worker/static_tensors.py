@@ -85,7 +85,7 @@ class StaticTensors:
         self._host_seq_lens = host_halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         self._host_table_size = host_halves[2 * self._num_requests + 1 : 2 * self._num_requests + 3]
         self._host_tables = host_halves[2 * self._num_requests + 3 :]
-        self._order = np.arange(1, self._num_requests + 1, dtype=np.int32)
+        self._order = np.arange(self._num_tokens + 1, dtype=np.int32)
         self._layout: _Layout | None = None  # of the last step
         self._is_decode = False  # whether that was one
 
@@ -196,8 +196,10 @@ class StaticTensors:
         count = len(step.seq_lens)
         self._host_starts[: count + 1] = step.query_start_loc
         # Padding requests have one token each, while tokens are left, and attend to nothing.
-        padding_starts = self._order[: self._num_requests - count] + step.query_start_loc[-1]
-        np.minimum(padding_starts, shape.num_tokens, out=self._host_starts[count + 1 :])
+        padding = self._host_starts[count + 1 :]
+        num_single = min(len(padding), end - num_tokens)
+        padding[:num_single] = self._order[num_tokens + 1 : num_tokens + 1 + num_single]
+        padding[num_single:] = end
         self._host_seq_lens[:count] = step.seq_lens
         self._host_seq_lens[count:] = 0
 
