@@ -22,7 +22,7 @@ from slipstream.worker.host_copy import pack
 from slipstream.worker.interface import StepInput
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampledTokens:
     """What a step has drawn, on the device. sequence_ids: of token_ids [S] int64. table_rows: [S] int64, the rows of
     these requests in the block tables; none in a model of several stages, whose steps have no pending tokens."""
