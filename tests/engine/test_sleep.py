@@ -84,6 +84,17 @@ def test_a_deeper_sleep_drops_the_weights(tiny_llama: Path, few: list[list[int]]
     assert texts(engine, few) == before
 
 
+def test_a_thread_in_inference_mode_wakes_to_the_same_tensors(tiny_llama: Path, few: list[list[int]]) -> None:
+    """As the server's engine thread: weights of that mode could not be written outside of it later."""
+    engine = make_engine(tiny_llama)
+    before = texts(engine, few)
+    with torch.inference_mode():
+        carry_out(engine, Control(SLEEP, 2), Control(WAKE_UP))
+        assert texts(engine, few) == before
+    assert not any(tensor.is_inference() for tensor in model_worker(engine).runner.model.tensors())
+    assert texts(engine, few) == before
+
+
 @pytest.mark.parametrize("sleeps_first", [False, True])
 def test_reloaded_weights_answer_as_from_a_fresh_start(
     tiny_llama: Path, other_llama: Path, few: list[list[int]], sleeps_first: bool
