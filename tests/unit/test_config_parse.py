@@ -132,6 +132,8 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"kv_events_endpoint": "127.0.0.1:5557"}, "kv_events_endpoint='127.0.0.1:5557': accepted: tcp://HOST:PORT or"),
         ({"kv_events_endpoint": "tcp://h:65536"}, "kv_events_endpoint='tcp://h:65536': accepted: tcp://HOST:PORT or"),
         ({"kv_events_endpoint": "tcp://:5557"}, "kv_events_endpoint='tcp://:5557': accepted: tcp://HOST:PORT or"),
+        ({"kv_events_endpoint": "tcp://h:5557", "enable_prefix_caching": "false"},
+         "kv_events_endpoint='tcp://h:5557': accepted with enable_prefix_caching"),
         ({"kv_events_replay_endpoint": "tcp://h:5557"},
          "kv_events_replay_endpoint='tcp://h:5557': accepted with kv_events_endpoint"),
         ({"kv_events_endpoint": "tcp://h:5557", "kv_events_replay_endpoint": "tcp://h:5557"},

@@ -326,6 +326,10 @@ def _check_events(cache: CacheConfig, num_engines: int) -> None:
     name, given, replay = "kv_events_replay_endpoint", cache.events_endpoint, cache.events_replay_endpoint
     if replay and not given:
         raise ConfigError(name, replay, "accepted with kv_events_endpoint")
+    if given and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events_endpoint", given, "accepted with enable_prefix_caching, whose blocks the events name"
+        )
     if replay and replay == given:
         raise ConfigError(name, replay, "accepted: another than kv_events_endpoint")
     (host, _, port), (replay_host, _, replay_port) = given.rpartition(":"), replay.rpartition(":")

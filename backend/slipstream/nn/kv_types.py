@@ -10,6 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec
 
 FIELD = "kv_cache_dtype"
+FP8_LATENTS = "fp8_e4m3"
 QUANTIZED = ops.QUANTIZED_KV_DTYPES
 
 
@@ -28,7 +29,10 @@ def resolve_kv_dtype(
         raise ConfigError(FIELD, name, f"accepted: {accepted}")
     refusal = _refusal(name, spec, device, block_size)
     if refusal is not None:
-        raise ConfigError(FIELD, name, f"{refusal}; accepted: auto or {own}")
+        is_latent = any(attention.latent is not None for attention in spec.attentions)
+        takes_fp8 = is_latent and _latent_refusal(FP8_LATENTS, spec, device) is None
+        accepted = f"auto, {own} or {FP8_LATENTS}" if takes_fp8 else f"auto or {own}"
+        raise ConfigError(FIELD, name, f"{refusal}; accepted: {accepted}")
     return QUANTIZED[name]
 
 
@@ -58,8 +62,8 @@ def _refusal(name: str, spec: DecoderSpec, device: torch.device, block_size: int
 
 
 def _latent_refusal(name: str, spec: DecoderSpec, device: torch.device) -> str | None:
-    if name != "fp8_e4m3":
-        return "latents are kept in 16 bits or fp8_e4m3"
+    if name != FP8_LATENTS:
+        return f"latents are kept in 16 bits or {FP8_LATENTS}"
     for attention in spec.attentions:
         if attention.latent is None or attention.latent.rank % ops.LATENT_GROUP:
             return f"FP8 latents have a scale for each {ops.LATENT_GROUP} features, which do not divide theirs"
