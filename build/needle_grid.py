@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER_TOKENS = 32
+_BETWEEN_THOUSANDS = re.compile(r"(?<=\d)[,_\u00a0\u202f](?=\d{3}(?!\d))")
 MARGIN = 16  # tokens that joining pieces of text may add
 CITIES = ("Lisbon", "Nairobi", "Quito", "Osaka", "Tallinn", "Perth", "Lima", "Oslo", "Hanoi", "Cork", "Turin", "Accra")
 NEEDLE = " The secret number of {city} is {number}. "
@@ -34,7 +36,8 @@ class Cell:
     prompt: str
 
     def score(self, answer: str) -> int:
-        return int(self.number in answer)
+        """1 if the number stands in the answer, alone and perhaps with thousands set apart (123,456)."""
+        return int(self.number in re.findall(r"\d+", _BETWEEN_THOUSANDS.sub("", answer)))
 
 
 def read_haystack(paths: Sequence[Path]) -> str:

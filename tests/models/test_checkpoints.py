@@ -223,6 +223,7 @@ def test_broken_checkpoint_is_named(folder: Path, damage: Callable[[Path], objec
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters factor=None: is missing"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None: is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4': must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-300}}, "factor=1e-300: must be a number of at least 0.001"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention=.*one rope for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"num_key_value_heads": 4}, "num_key_value_heads=4: must divide num_attention_heads=6"),

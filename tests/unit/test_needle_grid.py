@@ -35,6 +35,7 @@ def test_a_cell_has_its_length_and_its_needle_at_its_depth(tokenizer: PreTrained
         place = cell.prompt.index(cell.number) / len(cell.prompt)
         assert abs(place - cell.depth / 100) < 0.35 if cell.length == 256 else abs(place - cell.depth / 100) < 0.06
         assert cell.score(f"It is {cell.number}.") == 1 and cell.score("I do not know: 123") == 0
+        assert cell.score(f"It is {int(cell.number):,}.") == 1 and cell.score(f"{cell.number}0, 1{cell.number}") == 0
     assert len({cell.number for cell in cells}) == 6
 
 

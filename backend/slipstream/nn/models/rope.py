@@ -11,6 +11,7 @@ from slipstream.nn.rope_spec import RopeSpec
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 DEFAULT_THETA = 10_000.0
+LEAST_FACTOR = 0.001  # positions divided by much less are beyond float32
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Beta of 1 + beta · ln(1 + ⌊position / original length⌋), by which Ministral 3 multiplies queries.
 QUERY_SCALING = "llama_4_scaling_beta"
@@ -59,9 +60,9 @@ def _rope(config: HFConfig, section: HFConfig, head_dim: int, top_theta: float) 
         return RopeSpec(kind, theta, head_dim)
     max_positions = config.integer("max_position_embeddings")
     if kind == "linear":
-        return RopeSpec(kind, theta, head_dim, section.number("factor"))
+        return RopeSpec(kind, theta, head_dim, _factor(section))
     if kind == "dynamic":
-        return RopeSpec(kind, theta, head_dim, section.number("factor"), max_positions)
+        return RopeSpec(kind, theta, head_dim, _factor(section), max_positions)
     original = section.integer(ORIGINAL_LENGTH, max_positions)
     original = config.integer(ORIGINAL_LENGTH, original)
     if kind == "llama3":
@@ -69,6 +70,14 @@ def _rope(config: HFConfig, section: HFConfig, head_dim: int, top_theta: float) 
     if kind in ("longrope", "su"):
         return _longrope(section, theta, head_dim, original, max_positions)
     return _yarn(section, theta, head_dim, original, max_positions)
+
+
+def _factor(section: HFConfig, default: float | None = None) -> float:
+    """By how much positions are stretched. default: where the config does not say; None: it must."""
+    factor = section.number("factor") if default is None else section.number("factor", default)
+    if factor < LEAST_FACTOR:
+        raise section.error("factor", f"must be a number of at least {LEAST_FACTOR}")
+    return factor
 
 
 def with_rope_of(config: HFConfig, layer_type: str) -> HFConfig:
@@ -101,7 +110,7 @@ def _longrope(section: HFConfig, theta: float, rotary_dim: int, original: int, m
     """Factors of short and of long sequences, one for each pair of features. Source: arXiv:2402.13753."""
     if original < 2:
         raise section.error(ORIGINAL_LENGTH, "must be at least 2, as longrope takes its logarithm")
-    factor = section.number("factor", max_positions / original)
+    factor = _factor(section, max_positions / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(
         "longrope",
@@ -119,12 +128,12 @@ def _llama3(section: HFConfig, theta: float, head_dim: int, original: int) -> Ro
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if high <= low:
         raise section.error("high_freq_factor", f"must be above low_freq_factor={low}")
-    factor = section.number("factor")
+    factor = _factor(section)
     return RopeSpec("llama3", theta, head_dim, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
 def _yarn(section: HFConfig, theta: float, head_dim: int, original: int, max_positions: int) -> RopeSpec:
-    factor = section.number("factor", max_positions / original)
+    factor = _factor(section, max_positions / original)
     return RopeSpec(
         "yarn",
         theta,
