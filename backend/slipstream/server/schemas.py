@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -25,6 +25,7 @@ from slipstream.core.settings import (
     SETTINGS,
     Setting,
 )
+from slipstream.server.field_bounds import IS_JSON, AnyObject, JsonObject, entries, pairs
 
 MAX_TOKENIZED_CHARS, MAX_DETOKENIZED_TOKENS = 1 << 20, 1 << 20  # half a second
 MAX_STOPS, MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_DOCUMENTS = 64, 10_000, 128, 256, 1024
@@ -33,7 +34,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, Field(max_length=1 << 24)]
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARS)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA_PAIRS)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA_PAIRS), pairs(MAX_METADATA_PAIRS)]
 
 
 class Strict(BaseModel):
@@ -69,16 +70,17 @@ def field_type(setting: Setting) -> Any:
     if isinstance(kind, kinds.Choice):
         return Literal[kind.choices]
     if isinstance(kind, kinds.Texts):
-        return Text | Annotated[list[Text], Field(max_length=MAX_ENTRIES)]
+        return Text | Annotated[list[Text], entries(MAX_ENTRIES)]
     if isinstance(kind, kinds.TokenIds):
         least = 0 if kind.is_empty_accepted else 1
-        return Annotated[list[TokenId], Field(min_length=least, max_length=kind.max_entries)]
+        return Annotated[list[TokenId], entries(kind.max_entries, least)]
     if isinstance(kind, kinds.TokenBiases):
-        return dict[str, Annotated[float, Field(ge=-kind.limit, le=kind.limit)]]
+        bias = Annotated[float, Field(ge=-kind.limit, le=kind.limit)]
+        return Annotated[dict[str, bias], Field(max_length=MAX_ENTRIES), pairs(MAX_ENTRIES)]
     if isinstance(kind, kinds.Object):
-        return dict[str, JsonValue]
+        return JsonObject
     if isinstance(kind, kinds.Processors):
-        return Annotated[list[Text | dict[str, JsonValue]], Field(max_length=MAX_LOGITS_PROCESSORS)]
+        return Annotated[list[Text | JsonObject], entries(MAX_LOGITS_PROCESSORS)]
     raise TypeError(f"{setting.name}: a request in JSON has no {type(kind).__name__}")
 
 
@@ -114,7 +116,7 @@ class TurnRequest(PassedOn):
     n: Annotated[int, bounds_of("n")] | None = None
     timeout_ms: Annotated[int, bounds_of("timeout_ms")] | None = None
     truncate_prompt_tokens: Annotated[int, bounds_of("truncate_prompt_tokens")] | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 class Sampling(PassedOn):
@@ -123,7 +125,7 @@ class Sampling(PassedOn):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, bounds_of("n")] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], entries(MAX_STOPS)] | None = None
     user: str | None = None  # accepted without effect, as the next six
     metadata: Metadata | None = None
     store: bool | None = None
@@ -135,21 +137,21 @@ class Sampling(PassedOn):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_BYTES)] | None = None
     timeout_ms: Annotated[int, bounds_of("timeout_ms")] | None = None
     stream_interval: Annotated[int, Field(ge=1, le=4096)] | None = None
-    structured_outputs: dict[str, JsonValue] | None = None
-    speculation: dict[str, JsonValue] | None = None  # the model's speculation settings, by the engine's names
+    structured_outputs: JsonObject | None = None
+    speculation: JsonObject | None = None  # the model's speculation settings, by the engine's names
     prompt_logprobs: Annotated[int, bounds_of("prompt_logprobs")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    guided_json: Text | dict[str, JsonValue] | None = None  # structured_outputs, as vLLM named it before
+    guided_json: Text | JsonObject | None = None  # structured_outputs, as vLLM named it before
     guided_regex: Text | None = None
-    guided_choice: Annotated[list[Text], Field(max_length=MAX_ENTRIES)] | None = None
+    guided_choice: Annotated[list[Text], entries(MAX_ENTRIES)] | None = None
     guided_grammar: Text | None = None
 
 
 class JsonSchema(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -158,15 +160,15 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    format: dict[str, JsonValue] | None = None
-    structures: list[dict[str, JsonValue]] | None = None
-    triggers: list[str] | None = None
+    format: JsonObject | None = None
+    structures: Annotated[list[AnyObject], entries(MAX_ENTRIES), IS_JSON] | None = None
+    triggers: Annotated[list[Text], entries(MAX_ENTRIES)] | None = None
 
 
 class FunctionDefinition(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -204,7 +206,7 @@ class Prediction(Strict):
     """OpenAI's predicted outputs: text that the answer will mostly repeat."""
 
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+    content: Text | Annotated[list[TextPart], entries(MAX_MESSAGES)]
 
 
 class Message(BaseModel):
@@ -212,22 +214,22 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[list[TextPart], entries(MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], entries(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], entries(MAX_MESSAGES, 1)]
     max_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounds_of("logprobs")] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], entries(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
@@ -235,11 +237,11 @@ class ChatRequest(Sampling):
     include_reasoning: bool | None = None  # false: left out of the answer
     reasoning_effort: str | None = None  # to the template, as the next three
     verbosity: str | None = None
-    documents: Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_DOCUMENTS)] | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    documents: Annotated[list[AnyObject], entries(MAX_DOCUMENTS), IS_JSON] | None = None
+    chat_template_kwargs: JsonObject | None = None
     echo: bool | None = None  # begin with the last message, if that is the assistant's
     add_special_tokens: bool | None = None  # the tokenizer's, beside the template's
-    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None  # OpenAI's older tools
+    functions: Annotated[list[FunctionDefinition], entries(MAX_TOOLS)] | None = None  # OpenAI's older tools
     function_call: Literal["none", "auto"] | FunctionName | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -247,9 +249,9 @@ class ChatRequest(Sampling):
 
 Prompt = (
     Text
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], entries(None, 1)]
+    | Annotated[list[Text], entries(MAX_PROMPTS, 1)]
+    | Annotated[list[Annotated[list[TokenId], entries(None, 1)]], entries(MAX_PROMPTS, 1)]
 )
 
 
@@ -271,19 +273,19 @@ class TokenizeRequest(NamedRequest):
     """POST /tokenize"""
 
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], entries(MAX_MESSAGES, 1)] | None = None
     add_special_tokens: bool | None = None  # by default of a prompt, but not of a chat, whose template writes them
     return_token_strs: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    tools: Annotated[list[Tool], entries(MAX_TOOLS)] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 class DetokenizeRequest(NamedRequest):
     """POST /detokenize"""
 
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED_TOKENS)]
+    tokens: Annotated[list[TokenId], entries(MAX_DETOKENIZED_TOKENS)]
 
 
 def _refuse_token_ids(value: Any) -> Any:
@@ -297,15 +299,13 @@ def _refuse_token_ids(value: Any) -> Any:
 class EmbeddingRequest(NamedRequest):
     """POST /v1/embeddings"""
 
-    input: Annotated[
-        Text | Annotated[list[Text], Field(min_length=1, max_length=2048)], BeforeValidator(_refuse_token_ids)
-    ]
+    input: Annotated[Text | Annotated[list[Text], entries(2048, 1)], BeforeValidator(_refuse_token_ids)]
     encoding_format: Literal["float", "base64"] | None = None  # float; LiteLLM sends null
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
 
-Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+Texts = Text | Annotated[list[Text], entries(MAX_DOCUMENTS, 1)]
 
 
 class ScoreRequest(NamedRequest):
@@ -325,7 +325,7 @@ class RerankRequest(NamedRequest):
     """POST /v1/rerank"""
 
     query: Text
-    documents: Annotated[list[Text | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    documents: Annotated[list[Text | Document], entries(MAX_DOCUMENTS, 1)]
     top_n: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None  # 0: all, as with vLLM
     return_documents: bool | None = None
     truncate_prompt_tokens: int | None = None  # as above

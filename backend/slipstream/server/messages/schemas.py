@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from slipstream.server.chat_turn import MAX_INPUT_PARTS
+from slipstream.server.field_bounds import IS_JSON, AnyObject, JsonObject, entries, pairs
 from slipstream.server.schemas import (
     MAX_MESSAGES,
     MAX_METADATA_PAIRS,
@@ -20,9 +21,10 @@ from slipstream.server.schemas import (
     bounds_of,
 )
 
-Block = dict[str, JsonValue]
-NullableMetadata = Annotated[dict[MetadataKey, MetadataValue | None], Field(max_length=MAX_METADATA_PAIRS)]
-Content = Text | Annotated[list[Block], Field(max_length=MAX_INPUT_PARTS)]
+NullableMetadata = Annotated[
+    dict[MetadataKey, MetadataValue | None], Field(max_length=MAX_METADATA_PAIRS), pairs(MAX_METADATA_PAIRS)
+]
+Content = Text | Annotated[list[AnyObject], entries(MAX_INPUT_PARTS), IS_JSON]
 
 
 class Turn(Strict):
@@ -36,7 +38,7 @@ class MessageTool(Strict):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, JsonValue]
+    input_schema: JsonObject
 
 
 class MessageToolChoice(Strict):
@@ -47,7 +49,7 @@ class MessageToolChoice(Strict):
 
 class OutputForm(Strict):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
 class OutputConfig(Strict):
@@ -58,11 +60,11 @@ class OutputConfig(Strict):
 class CountTokensRequest(TurnRequest):
     """POST /v1/messages/count_tokens: what of a request makes its prompt."""
 
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Turn], entries(MAX_MESSAGES, 1)]
     system: Content | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessageTool], entries(MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
-    thinking: dict[str, JsonValue] | None = None
+    thinking: JsonObject | None = None
     output_config: OutputConfig | None = None
 
 
@@ -70,7 +72,7 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages"""
 
     max_tokens: Annotated[int, bounds_of("max_tokens")]
-    stop_sequences: Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[Text], entries(MAX_STOPS)] | None = None
     stream: bool | None = None
     metadata: NullableMetadata | None = None  # accepted without effect, as the next
     service_tier: str | None = None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from slipstream.server.chat_turn import MAX_INPUT_PARTS
+from slipstream.server.field_bounds import IS_JSON, AnyObject, JsonObject, entries
 from slipstream.server.schemas import MAX_TOOLS, Metadata, Strict, Text, TurnRequest, bounds_of
-
-Part = dict[str, JsonValue]
-Parts = Annotated[list[Part], Field(max_length=MAX_INPUT_PARTS)]
 
 
 class FunctionTool(Strict):
@@ -19,7 +17,7 @@ class FunctionTool(Strict):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -32,7 +30,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -49,11 +47,11 @@ class Reasoning(Strict):
 class ResponsesRequest(TurnRequest):
     """POST /v1/responses"""
 
-    input: Text | Annotated[list[dict[str, JsonValue]], Field(min_length=1, max_length=MAX_INPUT_PARTS)]
+    input: Text | Annotated[list[AnyObject], entries(MAX_INPUT_PARTS, 1), IS_JSON]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
     stream: bool | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], entries(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -63,9 +61,9 @@ class ResponsesRequest(TurnRequest):
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None  # accepted without effect, as the rest
-    include: list[str] | None = None
+    include: Annotated[list[Text], entries(MAX_TOOLS)] | None = None
     max_tool_calls: int | None = None
-    stream_options: dict[str, JsonValue] | None = None
+    stream_options: JsonObject | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
