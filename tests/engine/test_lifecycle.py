@@ -214,6 +214,28 @@ def test_dead_engine_answers_everybody(tiny_llama: Path, monkeypatch: pytest.Mon
     assert not engine.step() and not engine.has_work
 
 
+def test_an_answer_of_before_the_death_stands(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at afterwards, as by an output thread that is behind. The step in flight has a row of its request."""
+    engine = make_engine(tiny_llama, scheduler={"overlap_scheduling": "on"})
+    expected = run_all(engine, [_request(1).prompt_token_ids], GREEDY)[0].token_ids
+    stop = next(token_id for index, token_id in enumerate(expected) if index > 6 and token_id not in expected[:index])
+    (ended,) = engine.submit(_request(1, replace(GREEDY, stop_token_ids=(stop,))))
+    (running,) = engine.submit(_request(2))
+    outputs = engine.step()
+    while not outputs.ended():
+        outputs = engine.step()
+    assert outputs.ended() == [ended] and any(ended in flying.step.requests for flying in engine._in_flight)
+
+    def explode(step_id: int) -> None:
+        raise ValueError("the device is gone")
+
+    monkeypatch.setattr(engine.worker, "result", explode)
+    died = {output.request: output.finish_reason for output in engine.step()}
+    assert died[running] is FinishReason.ERROR
+    told = {output.request: output.finish_reason for output in outputs}
+    assert told == {ended: FinishReason.STOP, running: None}
+
+
 @pytest.mark.parametrize("part", ["_structured.advance", "_measure"])
 def test_death_after_commit_answers_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """One request has ended in the very step that fails: its answer stands, the other's is the error."""

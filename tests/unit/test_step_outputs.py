@@ -13,8 +13,7 @@ def _requests(count: int) -> list[Request]:
 
 def test_columns_become_objects_once_and_in_order() -> None:
     first, second, third, other = _requests(4)
-    second.finish_reason = FinishReason.STOP
-    of_run = StepOutputs([DecodedTokens([first, second, third], [[1], [2], [3]], ended=[1])])
+    of_run = StepOutputs([DecodedTokens([first, second, third], [[1], [2], [3]], ended={1: FinishReason.STOP})])
     outputs = StepOutputs()
     assert not outputs and of_run
     outputs.append(StepOutput(other, [9], FinishReason.CANCELLED))

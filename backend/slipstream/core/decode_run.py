@@ -18,7 +18,7 @@ from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_decodes, note_lengths
 from slipstream.core.outputs import DecodedTokens, StepOutputs
 from slipstream.core.queue_order import SortKey
-from slipstream.core.request import Request, RequestTimes
+from slipstream.core.request import FinishReason, Request, RequestTimes
 from slipstream.core.stats import Stats
 from slipstream.core.step import ScheduledStep
 
@@ -167,11 +167,12 @@ class DecodeRun:
             self._cache.commit_filled(self._filled)
             self._filled = []
         note_decodes(stats, len(requests), last_ns, now_ns)
-        ended = []
+        ended: dict[int, FinishReason] = {}
         for index in _to_look_at(sampled, last, rows.stop_ids):
             request = requests[index]
             if request.stop_conditions.is_over(request):
-                ended.append(index)
+                assert request.finish_reason is not None
+                ended[index] = request.finish_reason
                 if not request.num_output_placeholders and request in self._at_length:  # no step in flight has it
                     self._at_length.remove(request)
                 note_lengths(stats, request)

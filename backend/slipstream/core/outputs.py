@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import EngineError, SlipstreamError
@@ -48,20 +48,21 @@ class StepOutput:
 class DecodedTokens:
     """What a step has drawn for requests that decode, in columns: an object for each takes 0.2 us of the engine thread.
 
-    token_ids: of each request. ended: indices of the requests that they end.
+    token_ids: of each request. ended: finish reasons by index, of the requests that they end: a request's own changes
+    once more if the engine dies before somebody looks.
     """
 
     requests: Sequence[Request]
     token_ids: Sequence[list[int]]
-    ended: Sequence[int] = ()
+    ended: Mapping[int, FinishReason] = field(default_factory=dict)
     _outputs: list[StepOutput] | None = None
 
     def outputs(self) -> list[StepOutput]:
         """The same in objects, which are made once."""
         if self._outputs is None:
             self._outputs = list(map(StepOutput, self.requests, self.token_ids))
-            for index in self.ended:
-                self._outputs[index].finish_reason = self.requests[index].finish_reason
+            for index, reason in self.ended.items():
+                self._outputs[index].finish_reason = reason
         return self._outputs
 
 
