@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Reasoning
+from slipstream.server.tools.json_call import CallArguments, CallStart, Content, JsonCall, Reasoning
 from slipstream.server.tools.lists import ListParser, MistralParser
 from slipstream.server.tools.marked import may_be_text
 from slipstream.server.tools.parsers import HermesParser, Llama3Parser, ToolParser
@@ -216,3 +217,36 @@ def test_a_long_value_costs_time_by_its_length_alone() -> None:
         num_searched += len(parser._text) - before
     assert num_searched < 20_000 * 40
     assert parser.feed("/parameter></function></tool_call>")[-1] == CallArguments("}")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])
+def test_a_whole_answer_is_read_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark is one token, which a client may have a model repeat; a parser may copy all of its text at each."""
+    sizes: list[int] = []
+    kind = type(of(name)())
+    method = "_next_mark" if name == "harmony" else "_step"
+    step = getattr(kind, method)
+
+    def measured(self: Any, *arguments: Any) -> Any:
+        sizes.append(len(self._text))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(kind, method, measured)
+    call = '{"name": "f", "parameters": {}};'
+    for mark in (call, "[TOOL_CALLS]", "<|tool_call_begin|>", KB, "<|channel|>", "<|start|>", "<tool_call>"):
+        sizes.clear()
+        of(name)().feed(mark * 10_000)
+        assert max(sizes) < 10_000, mark
+
+
+def test_arguments_are_read_by_strings_and_not_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = [], JsonCall._take
+    monkeypatch.setattr(JsonCall, "_take", lambda self, char: (taken.append(char), take(self, char))[1])
+    lines = {"path": "a.py", "text": 'print("x")\n\t' * 5000, "list": [1.5, "two"] * 5000}
+    text = json.dumps({"name": "f", "arguments": lines})
+    for pieces in ([text], [text[start : start + 7] for start in range(0, len(text), 7)]):
+        call, events, taken[:] = JsonCall(), [], []
+        for piece in pieces:
+            events += call.feed(piece)[0]
+        assert call.is_done and json.loads("".join(event.text for event in events[1:])) == lines
+        assert len(taken) < len(text) / 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
+from slipstream.server.tools.parsers import pieces
 
 _FUNCTIONS, _RECIPIENT = "functions.", " to="
 _MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -21,6 +22,11 @@ class HarmonyParser:
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
+        for piece in pieces(text):
+            self._feed(piece, events)
+        return events
+
+    def _feed(self, text: str, events: list[Event]) -> None:
         self._text += text
         while (found := self._next_mark()) is not None:
             place, mark = found
@@ -30,7 +36,6 @@ class HarmonyParser:
         ready = len(self._text) - max(_num_held(self._text, mark) for mark in _MARKS)
         self._take(self._text[:ready], events)
         self._text = self._text[ready:]
-        return events
 
     def finish(self) -> list[Event]:
         events: list[Event] = []

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, JsonCall
-from slipstream.server.tools.parsers import SteppingParser, read_up_to, read_up_to_any
+from slipstream.server.tools.parsers import MAX_HEAD, SteppingParser, read_up_to, read_up_to_any
 
 MAX_PYTHON_CHARS = 1 << 16  # of a list of calls: they are read at once
 
@@ -96,15 +96,19 @@ class MistralParser(SteppingParser):
                 return False
             self._reader, self._is_calling = None, False
             return bool(self._text)
-        return self._begin() if self._is_calling else self._read_content(events)
+        return self._begin(events) if self._is_calling else self._read_content(events)
 
-    def _begin(self) -> bool:
+    def _begin(self, events: list[Event]) -> bool:
         """Read the text after the mark: a list, or a name and its arguments."""
         text = self._text.lstrip()
         if text.startswith("["):
             self._reader = CallList()
             return True
         head, brace, _ = text.partition("{")
+        if len(head) > MAX_HEAD:
+            events.append(Content(self.mark))
+            self._is_calling = False
+            return True
         if not brace:
             return False
         self._text = text[len(head) :]

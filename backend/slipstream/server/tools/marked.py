@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, JsonCall
-from slipstream.server.tools.parsers import SteppingParser, held_back, read_up_to_any
+from slipstream.server.tools.parsers import MAX_HEAD, SteppingParser, held_back, read_up_to_any
 
 Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
-_MAX_HEAD = 1024  # characters between the mark of a call and its arguments
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class MarkedJsonParser(SteppingParser):
 
     def _read_head(self, events: list[Event]) -> bool:
         head, brace, _ = self._text.partition("{")
-        if self._marks.end in head or len(head) > _MAX_HEAD:
+        if self._marks.end in head or len(head) > MAX_HEAD:
             events.append(Content(self._marks.begin))
             self._is_in_head = False
         elif brace:
@@ -151,7 +150,7 @@ class XmlParser(SteppingParser):
             self._num_parameters = self._num_searched = 0
             events.append(CallStart(self._name))
             return True
-        if len(self._text) < _MAX_HEAD and ">" not in self._text and "{" not in self._text:
+        if len(self._text) < MAX_HEAD and ">" not in self._text and "{" not in self._text:
             return False
         events.append(Content(self._marks.begin))
         self._is_calling = False

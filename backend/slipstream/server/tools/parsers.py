@@ -8,16 +8,25 @@ calls between other marks in marked.py, gpt-oss's channels in harmony.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from slipstream.server.tools.json_call import Content, Event, JsonCall
+
+MAX_HEAD = 1024  # characters between the mark of a call and its arguments
+_PIECE_CHARS = 4096
 
 
 class ToolParser(Protocol):
     def feed(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]: ...
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A parser may look at all the text that it has, and copy it, at each mark; and a model may repeat a mark, which is
+    one token, until its answer is full."""
+    return (text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS))
 
 
 def held_back(text: str, mark: str) -> int:
@@ -59,9 +68,10 @@ class SteppingParser(ABC):
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
-        self._text += text
-        while self._step(events):
-            pass
+        for piece in pieces(text):
+            self._text += piece
+            while self._step(events):
+                pass
         return events
 
     @abstractmethod
@@ -131,12 +141,14 @@ class Llama3Parser:
         self._is_content = False
 
     def feed(self, text: str) -> list[Event]:
-        if self._is_content:
-            return [Content(text)] if text else []
-        self._text += text
         events: list[Event] = []
-        while not self._is_content and self._step(events):
-            pass
+        for piece in pieces(text):
+            if self._is_content:
+                events.append(Content(piece))
+                continue
+            self._text += piece
+            while not self._is_content and self._step(events):
+                pass
         return events
 
     def _step(self, events: list[Event]) -> bool:
