@@ -49,7 +49,7 @@ async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> Htt
         writer = ChatWriter(request, model, tools)
         return await gateway.stream(http, [generation], [writer], writer.last)
     [response] = await gateway.run(http, [generation])
-    body = whole_answer(request, model, tools, response)
+    body = await asyncio.to_thread(whole_answer, request, model, tools, response)  # a call of 1 MB takes seconds
     await count_reasoning(body, model)
     return JSONResponse(body)
 

@@ -45,7 +45,7 @@ async def complete(gateway: Gateway, request: CompletionRequest, http: HttpReque
         writers = [answer.writer(number, generation.prompt) for number, generation in enumerate(generations)]
         return await gateway.stream(http, generations, writers, answer.last)
     responses = await gateway.run(http, generations)
-    return JSONResponse(whole_answer(request, model, generations, responses))
+    return JSONResponse(await asyncio.to_thread(whole_answer, request, model, generations, responses))
 
 
 def check(request: CompletionRequest) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
@@ -28,7 +30,7 @@ async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) ->
         return await gateway.stream(http, [generation], [writer], writer.last, FORM)
     [response] = await gateway.run(http, [generation])
     check_time_out(response.text("text_output"), response.text("finish_reason"), request.timeout_ms)
-    writer.response(response)
+    await asyncio.to_thread(writer.response, response)
     return JSONResponse(writer.body)
 
 
