@@ -19,6 +19,11 @@ def _nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
 
+def _older_tag(schema: str) -> str:
+    """With the schema as a text."""
+    return json.dumps({"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f>"]})
+
+
 @pytest.mark.parametrize(
     ("guide", "parameter"),
     [
@@ -35,6 +40,9 @@ def _nested(depth: int) -> str:
         (Guide("json_schema", json.dumps({"type": "array", "minItems": 1e300})), "guided_max_repeat=10000"),
         (Guide("json_schema", json.dumps({"anyOf": [{"pattern": "a{10001}"}]})), "guided_max_repeat=10000"),
         (Guide("json_schema", _nested(65)), "guided_max_depth=64"),
+        (Guide("structural_tag", _older_tag(_nested(65))), "guided_max_depth=64"),
+        (Guide("structural_tag", _older_tag(_nested(10_000))), "guided_max_depth=64"),
+        (Guide("structural_tag", _older_tag('{"type": "array", "minItems": 100000}')), "guided_max_repeat=10000"),
         (Guide("json_schema", _nested(10_000)), "guided_max_depth=64"),
     ],
     ids=lambda value: value.type if isinstance(value, Guide) else value.partition("=")[0],
@@ -63,8 +71,11 @@ def test_what_fits_passes(guide: Guide) -> None:
 
 
 def test_text_that_is_no_json_is_no_schema() -> None:
-    with pytest.raises(RequestError, match="not a usable json_schema"):
-        check_grammar(Guide("json_schema", "{not json"), LIMITS)
+    for text in ("{not json", '{"minItems": NaN}', '{"maxLength": Infinity}'):
+        with pytest.raises(RequestError, match="not a usable json_schema"):
+            check_grammar(Guide("json_schema", text), LIMITS)
+    with pytest.raises(RequestError, match="not a usable structural_tag"):
+        check_grammar(Guide("structural_tag", _older_tag("{")), LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ def check_grammar(guide: Guide, limits: StructuredOutputConfig) -> None:
     elif guide.type in ("json_schema", "structural_tag"):
         _check("bytes", _num_bytes(text), limits.max_schema_bytes, "guided_max_schema_bytes")
         schema = _parse(text, limits, guide.type)
+        if guide.type == "structural_tag":
+            schema = _with_parsed_schemas(schema, limits)
         _check_schema(schema, limits)
         _check_enforced(guide.type, schema)
 
@@ -82,12 +84,31 @@ def _number(digits: str) -> int:
 
 def _parse(text: str, limits: StructuredOutputConfig, kind: str) -> object:
     try:
-        parsed: object = json.loads(text)
+        parsed: object = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         raise RequestError(FIELD, f"not a usable {kind}: {error}") from error
     except RecursionError as error:
         raise RequestError(FIELD, f"is nested too deeply, accepted: guided_max_depth={limits.max_depth}") from error
     return parsed
+
+
+def _with_parsed_schemas(tag: object, limits: StructuredOutputConfig) -> object:
+    """The older form of a structural tag, whose schemas may be texts, with schemas that the limits can be seen of."""
+    structures = tag.get("structures") if isinstance(tag, dict) else None
+    if not isinstance(tag, dict) or not isinstance(structures, list):
+        return tag
+    parsed = [
+        {**part, "schema": _parse(part["schema"], limits, "structural_tag")}
+        if isinstance(part, dict) and isinstance(part.get("schema"), str)
+        else part
+        for part in structures
+    ]
+    return {**tag, "structures": parsed}
+
+
+def _refuse_constant(name: str) -> object:
+    """NaN as a count is neither too many nor few enough."""
+    raise ValueError(f"{name} is no JSON")
 
 
 def _check_schema(schema: object, limits: StructuredOutputConfig) -> None:

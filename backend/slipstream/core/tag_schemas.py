@@ -11,7 +11,7 @@ from slipstream.core.schema_keywords import check_schema
 
 
 def check_tag(tag: object) -> None:
-    """tag: as parsed from JSON, with xgrammar's formats and `tool_calls` (engine/structural_tags.py).
+    """tag: as parsed from JSON, its schemas too, with xgrammar's formats and `tool_calls` (engine/structural_tags.py).
 
     Raises UnenforcedError. JSON pointers begin at the schema that they are of.
     """
@@ -36,7 +36,7 @@ def _check_format(node: dict[str, object]) -> bool:
     elif kind == "tool_calls":
         _check_tools(node)
     elif "schema" in node and "begin" in node:  # of the older form
-        check_schema(_parsed(node["schema"]))
+        check_schema(node["schema"])
     else:
         return False
     return True
@@ -56,11 +56,3 @@ def _check_tools(node: dict[str, object]) -> None:
             except UnenforcedError as error:
                 name = json.dumps(str(function.get("name"))[:60])
                 raise UnenforcedError(f"{error}; in the parameters of tool {name}, or strict: false") from error
-
-
-def _parsed(schema: object) -> object:
-    """Schemas of the older form may be texts."""
-    try:
-        return json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError):
-        return None  # refused where it is compiled
