@@ -166,3 +166,14 @@ def test_a_choice_of_nothing_is_refused_by_its_name(name: str) -> None:
             EngineConfig(),
             TOKENIZER,
         )
+
+
+@pytest.mark.parametrize("name", ["a" * 1_000_000, "\ud800" * 1_000_000], ids=["long", "no text"])
+def test_a_name_of_any_length_is_told_in_few_words(name: str) -> None:
+    text = tensor("text_input", "hi")
+    in_json = request(text, tensor("sampling_parameters", json.dumps({name: 1})))
+    as_parameter = request(text, parameters={name: 1})
+    for sent in (in_json, as_parameter):
+        with pytest.raises(RequestError) as caught:
+            parse_request(sent, EngineConfig(), TOKENIZER)
+        assert len(str(caught.value)) < 10_000 and len(caught.value.field) < 1000

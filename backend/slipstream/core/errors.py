@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_FIELD_CHARS = 80
+
 
 class SlipstreamError(Exception):
     """Base of all errors that a user may see; str() is the sentence shown to them."""
@@ -39,8 +41,9 @@ class RequestError(SlipstreamError):
     """Invalid request (INVALID_ARG). Names the field, the value and what would be accepted."""
 
     def __init__(self, field: str, message: str) -> None:
-        self.field = field
-        super().__init__(f"{field}: {message}")
+        """field: cut to 80 characters, as a client may have named it."""
+        self.field = field if len(field) <= _FIELD_CHARS else f"{field[: _FIELD_CHARS - 3]}..."
+        super().__init__(f"{self.field}: {message}")
 
 
 class CapacityError(SlipstreamError):

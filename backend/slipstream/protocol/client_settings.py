@@ -174,6 +174,8 @@ def _is_same(value: object, accepted: object) -> bool:
 
 def unknown(name: str, what: str, known: Iterable[str]) -> RequestError:
     names = sorted(known)
-    close = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(name, names, n=1)
+    close = [_MEANT[name]] if _MEANT.get(name) in names else []
+    if not close and len(name) <= 2 * max(map(len, names), default=0):  # a name of megabytes takes as many ms
+        close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"accepted: {', '.join(names)}"
     return RequestError(name, f"unknown {what}; {hint}")
