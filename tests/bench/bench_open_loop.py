@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests/bench"
 sys.path[:0] = [str(HERE), str(ROOT / "tests/support")]
 
-from measures import emit, parser_of  # noqa: E402
+from bench_vllm import ENVIRONMENT, FORMATS, engine_options  # noqa: E402
+from measures import emit  # noqa: E402
 from open_loop import Arrival, Load, Timeline, draw_arrivals, summarise  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
@@ -91,8 +92,8 @@ class _Recorder:
             self._done.set()
             return
         response = result.get_response()
-        if response.outputs:
-            count = int(result.as_numpy("num_output_tokens").reshape(-1)[0])
+        # what brings no token, such as text that was held back, is no first token
+        if response.outputs and (count := int(result.as_numpy("num_output_tokens").reshape(-1)[0])):
             self._timelines[int(response.id)].responses.append((now, count))
         if response.parameters["triton_final_response"].bool_param:
             self._num_open -= 1
@@ -157,8 +158,6 @@ def _play_spread(pipes: Sequence[Connection], arrivals: Sequence[Arrival]) -> li
 
 @contextmanager
 def vllm_player(arguments: argparse.Namespace) -> Iterator[Play]:
-    from bench_vllm import ENVIRONMENT, engine_options
-
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # its engine process imports vllm_dummy_fill
@@ -201,26 +200,56 @@ def vllm_player(arguments: argparse.Namespace) -> Iterator[Play]:
         engine.shutdown()
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
+def loads_of(text: str) -> list[Load]:
+    """The option's type."""
+    try:
+        return [Load.parse(load) for load in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with the option that is wrong, before an engine is started."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("slipstream", "vllm"), default="slipstream")
-    parser.add_argument("--loads", default="8,16,24,32", help="RATE[:SHARED PREFIX[:RATE OF 8K PROMPTS]], with commas")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    loads = "RATE[:SHARED PREFIX[:RATE OF 8K PROMPTS]], with commas; one that is there twice has other prompts then"
+    parser.add_argument("--loads", type=loads_of, default="8,16,24,32", help=loads)
     parser.add_argument("--seconds", type=float, default=20.0, help="in which the requests of a load arrive")
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
-    parser.add_argument("--format", default="none", help="of vLLM's weights, as bench_vllm.py names it")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="none", help="of vLLM's weights")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's")
+    parser.add_argument("--max-model-len", type=int, default=33792)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--clients", type=int, default=8, help="client processes of tritonserver")
-    arguments = parser.parse_args()
-    arguments.prefix_caching, arguments.tensor_parallel = True, 1
+    parser.add_argument("--out", type=Path, help="JSON lines are appended to this file")
+    arguments = parser.parse_args(words)
+    if arguments.engine == "vllm" and arguments.set:
+        parser.error("--set: is Slipstream's; vLLM has --format and --kv-cache-dtype")
+    if arguments.engine != "vllm" and (arguments.format, arguments.kv_cache_dtype) != ("none", "auto"):
+        parser.error("--format and --kv-cache-dtype: are vLLM's; accepted: --set quantization=, --set kv_cache_dtype=")
+    if arguments.clients < 1:
+        parser.error(f"--clients: {arguments.clients}, accepted: at least 1")
+    max_model_len = min(arguments.max_model_len, SHAPES[arguments.shape].max_len)
+    for load, seconds in [(WARM_UP, WARM_UP_S), *((load, arguments.seconds) for load in arguments.loads)]:
+        if (refusal := load.refusal(seconds, max_model_len)) is not None:
+            parser.error(f"--loads: {load}: {refusal}")
+    arguments.prefix_caching, arguments.tensor_parallel, arguments.adapters = True, 1, []
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
     player = vllm_player if arguments.engine == "vllm" else triton_player
     settings = {"engine": arguments.engine, "shape": arguments.shape}
     settings["set"] = arguments.set if arguments.engine != "vllm" else [arguments.format, arguments.kv_cache_dtype]
     shape = SHAPES[arguments.shape]
     with player(arguments) as play:
         play(draw_arrivals(shape, WARM_UP, WARM_UP_S, seed=-1))
-        for load in map(Load.parse, arguments.loads.split(",")):
-            arrivals = draw_arrivals(shape, load, arguments.seconds)
+        for index, load in enumerate(arguments.loads):
+            # the same prompts once more would be hits of the prefix cache
+            arrivals = draw_arrivals(shape, load, arguments.seconds, seed=arguments.loads[:index].count(load))
             emit({**settings, **summarise(load, arrivals, play(arrivals), arguments.seconds)}, arguments.out)
 
 

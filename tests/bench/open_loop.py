@@ -19,8 +19,11 @@ from shapes import Shape
 INPUT_MEDIAN, INPUT_SIGMA, INPUT_RANGE = 300, 1.0, (16, 4096)
 OUTPUT_MEDIAN, OUTPUT_SIGMA, OUTPUT_RANGE = 150, 0.8, (8, 1024)
 LONG_INPUT, LONG_OUTPUT = 8192, 64
-# A request is good if its first token comes within this, and 99 % of its gaps between tokens are no longer than that.
+# A request is good if its first token comes within this, and 99 % of its gaps between responses are no longer than
+# that. Tokens that a client gets in one response have no gap.
 MAX_TTFT_S, MAX_GAP_S = 0.5, 0.05
+# of a load; all of them are in memory before it begins
+MIN_REQUESTS, MAX_REQUESTS = 5, 20_000
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,28 @@ class Load:
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """rate[:shared prefix[:rate of long prompts]]. Raises ValueError."""
-        rate, prefix, long_rate = [*text.split(":"), "0", "0"][:3]
-        return cls(float(rate), int(prefix), float(long_rate))
+        """rate[:shared prefix[:rate of long prompts]]. Raises ValueError that says what is accepted."""
+        fields = text.split(":")
+        try:
+            rate, prefix, long_rate = [*fields, *["0", "0"][len(fields) - 1 :]]
+            load = cls(float(rate), int(prefix), float(long_rate))
+        except ValueError:
+            raise ValueError(f"{text!r}, accepted: RATE[:SHARED PREFIX[:RATE OF 8K PROMPTS]]") from None
+        if not (0 < load.rate < math.inf and load.shared_prefix >= 0 and 0 <= load.long_rate < math.inf):
+            raise ValueError(f"{text!r}, accepted: a rate above 0, a prefix and a rate of long prompts of 0 or more")
+        return load
+
+    def refusal(self, seconds: float, max_model_len: int) -> str | None:
+        """Why the load cannot be measured in so many seconds on such a model; None if it can."""
+        num_requests = (self.rate + self.long_rate) * seconds
+        if not (self.rate * seconds >= MIN_REQUESTS and num_requests <= MAX_REQUESTS):
+            accepted = f"{MIN_REQUESTS} that are judged to {MAX_REQUESTS:,} in all"
+            return f"about {num_requests:.0f} requests in {seconds} s, accepted: {accepted}"
+        longest = self.shared_prefix + INPUT_RANGE[1] + OUTPUT_RANGE[1]
+        longest = max(longest, (LONG_INPUT + LONG_OUTPUT) * (self.long_rate > 0))
+        if longest > max_model_len:
+            return f"requests of up to {longest:,} tokens, accepted: --max-model-len, {max_model_len:,}"
+        return None
 
 
 @dataclass(frozen=True)
