@@ -132,7 +132,59 @@ def test_an_old_driver_takes_a_library_of_its_own_version_instead(
     use_nvcc(monkeypatch, fake_nvcc(tmp_path, "12.6"))
     assert build.missing(DEQUANTISE, DEFINES) is None
     built = build.build(DEQUANTISE, DEFINES)
-    assert built.parent == build.cache_folder()
+    assert built.parent == build.folder_of((12, 6))
+
+
+def cache_library(version: toolkit.Version, content: str) -> Path:
+    """One of an earlier build by that version of CUDA."""
+    library = build.folder_of(version) / build._library_name(DEQUANTISE, build._options(DEFINES, ()))
+    library.parent.mkdir(parents=True)
+    library.write_text(content)
+    return library
+
+
+def text_of_doctor() -> str:
+    return {finding.subject: finding.text for finding in examinations.cuda()}["kernels"]
+
+
+def test_an_old_driver_takes_no_library_of_the_cache_that_a_later_cuda_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where several machines share a home, or in an image."""
+    later = cache_library((13, 0), "later")
+    assert build.missing(DEQUANTISE, DEFINES) is None and build.build(DEQUANTISE, DEFINES) == later
+    assert "1 libraries of earlier builds" in text_of_doctor() and "are used" in text_of_doctor()
+    forget()
+    use_driver(monkeypatch, (12, 8))
+    assert "no library built before is in the cache" in (build.missing(DEQUANTISE, DEFINES) or "")
+    assert text_of_doctor().endswith("Triton-lang's run")
+    forget()
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "12.6"))
+    earlier = build.build(DEQUANTISE, DEFINES)
+    assert earlier.parent == build.folder_of((12, 6)) and later.read_text() == "later"
+    use_driver(monkeypatch, (13, 0))
+    assert build.build(DEQUANTISE, DEFINES) == later
+    assert "2 libraries of earlier builds" in text_of_doctor()
+
+
+def test_a_set_for_old_drivers_has_no_library_of_a_later_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "_options", lambda defines, flags: build.FLAGS)  # the set's library has this name
+    later = cache_library((13, 0), "later")
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "12.6"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # what the compiler makes here cannot be stripped
+    assert prebuilt.write(tmp_path / "out", [DEQUANTISE]) == 1
+    assert (tmp_path / "out" / later.name).read_text() == ""
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of an image, which is there and is read-only."""
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "13.0"))
+    build.cache_folder().mkdir(parents=True)
+    build.folder_of((13, 0)).symlink_to("/proc")
+    assert "cannot be built or loaded" in (build.build_refusal(DEQUANTISE, DEFINES) or "")
+    assert "cannot hold built kernels" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
 
 def test_doctor_says_which_kernels_run(install: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -201,9 +253,7 @@ def test_a_build_that_fails_is_a_reason_and_is_tried_once(
 
 
 def test_a_library_that_cannot_be_loaded_is_a_reason(install: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = build._library_name(DEQUANTISE, build._options(DEFINES, ()))
-    build.cache_folder().mkdir(parents=True)
-    (build.cache_folder() / name).write_text("no library")
+    name = cache_library((13, 0), "no library").name
     assert build.missing(DEQUANTISE, DEFINES) is None
     assert "cannot be built or loaded" in (build.build_refusal(DEQUANTISE, DEFINES) or "")
     assert "cannot be loaded" in caplog.text and name in caplog.text

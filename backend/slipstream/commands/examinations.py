@@ -151,11 +151,15 @@ def cuda() -> list[Finding]:
         text = f"{prebuilt.count()} libraries, no compiler is needed for them"
         brought = Finding("kernels", "ok", f"prebuilt in this install: {text}")
     else:
-        num_cached = len(list(build.cache_folder().glob("*.so")))
-        kept = f"; {num_cached} libraries of earlier builds in {build.cache_folder()}"
-        where = "nvcc builds those that a model needs at its first start" if refusal is None else "Triton-lang's run"
-        advice = "" if refusal is None else "install a wheel that `make wheel` has made, or nvcc"
-        brought = Finding("kernels", "ok" if refusal is None else "note", f"{unusable}: {where}{kept}", advice)
+        num_cached = len(build.cached("*.so"))
+        kept = f"{num_cached} libraries of earlier builds in {build.cache_folder()}"
+        if refusal is None:
+            text = f"nvcc builds those that a model needs at its first start; {kept}"
+            brought = Finding("kernels", "ok", f"{unusable}: {text}")
+        else:
+            text = f"{kept} are used, Triton-lang's for what they do not hold" if num_cached else "Triton-lang's run"
+            advice = "install a wheel that `make wheel` has made, or nvcc"
+            brought = Finding("kernels", "note", f"{unusable}: {text}", advice)
     if refusal is None and nvcc is not None:
         version = toolkit.nvcc_version(nvcc)
         assert version is not None

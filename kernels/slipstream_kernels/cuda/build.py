@@ -2,7 +2,8 @@
 
 ctypes instead of pybind11: without framework or Python headers a kernel builds in seconds and one library serves every
 Python and torch.  A library comes from the install (prebuilt.py), else from the user's cache folder, else from nvcc;
-its name holds a hash of source, flags and architecture.
+its name holds a hash of source, flags and architecture, and in the cache it lies in a folder of the CUDA version that
+built it, because a driver does not run those of later ones.
 `python -m slipstream_kernels.cuda.build` builds all variants of the attention kernels ahead of time.
 """
 
@@ -51,6 +52,22 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "slipstream" / "kernels"
 
 
+def folder_of(version: toolkit.Version) -> Path:
+    """Where the cache keeps what this version of CUDA has built."""
+    return cache_folder() / f"cuda{version[0]}"
+
+
+def cached(name: str) -> list[Path]:
+    """Libraries of earlier builds that match the name and that the driver runs, those of the newest CUDA first."""
+    found = [path for path in cache_folder().glob(f"cuda*/{name}") if path.parent.name[4:].isdigit()]
+    usable = [path for path in found if toolkit.driver_refusal((_major(path), 0), "it") is None]
+    return sorted(usable, key=_major, reverse=True)
+
+
+def _major(library: Path) -> int:
+    return int(library.parent.name[4:])
+
+
 def include_folders() -> list[Path]:
     """Include folders of csrc."""
     return [DEVICE_CODE]
@@ -73,15 +90,17 @@ def build(
 ) -> Path:
     """Return the library of `source` (a file in csrc/impls) compiled with `defines`, building it if needed.
 
+    folder: where it is looked for and kept; None: the cache, where one of any version that the driver runs will do.
     flags: additional compiler options.  headers: finds a library's headers (cutlass.include_folder), called only to
     compile.
-    Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S (MAX_HEAVY_COMPILE_S).
+    Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S (MAX_HEAVY_COMPILE_S),
+    or its result cannot be kept.
     """
     options = _options(defines, flags)
-    folder = folder or cache_folder()
-    library = folder / _library_name(source, options)
-    if library.exists():
-        return library
+    name = _library_name(source, options)
+    for library in cached(name) if folder is None else [folder / name]:
+        if library.exists():
+            return library
     nvcc = find_nvcc()
     if nvcc is None:
         raise KernelBuildError(
@@ -90,21 +109,17 @@ def build(
     if (reason := toolkit.compiler_refusal(nvcc)) is not None:
         raise KernelBuildError(f"{source} cannot be built: {reason}")
     includes = [f"-I{path}" for path in (*include_folders(), *([] if headers is None else [headers()]))]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelBuildError(f"{folder}: cannot hold built kernels: {error}; set XDG_CACHE_HOME") from error
+    command = [str(nvcc), *options, *includes, *library_flags(nvcc), str(SOURCE_FOLDER / source)]
     if headers is not None:
         LOG.info("building %s (%s): about a minute, once", source, " ".join(defines))
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # Build in a temporary folder and rename, so that no other process loads a partial library.
-        built = Path(scratch) / library.name
-        paths = [*includes, *library_flags(nvcc)]
-        command = [str(nvcc), *options, *paths, "-o", str(built), str(SOURCE_FOLDER / source)]
-        _compile(command, MAX_COMPILE_S if headers is None else MAX_HEAVY_COMPILE_S)
-        os.replace(built, library)
-    LOG.info("built %s in %.0f s", library.name, time.monotonic() - started)
+    if folder is None:
+        version = toolkit.nvcc_version(nvcc)
+        assert version is not None  # compiler_refusal has asked
+        folder = folder_of(version)
+    library = folder / name
+    _compile_to(library, command, MAX_COMPILE_S if headers is None else MAX_HEAVY_COMPILE_S)
+    LOG.info("built %s in %.0f s", name, time.monotonic() - started)
     return library
 
 
@@ -126,7 +141,7 @@ def _load(
     library = prebuilt.find(name)
     origin = "prebuilt" if library is not None else "from the cache"
     if library is None:
-        origin = origin if (cache_folder() / name).exists() else "built here"
+        origin = origin if cached(name) else "built here"
         library = build(source, defines, flags=flags, headers=headers)
     LOG.info("kernel %s %s: %s", source, " ".join(defines), origin)
     try:
@@ -175,7 +190,7 @@ def _warn(source: str, reason: str) -> None:
 def is_built(source: str, defines: Sequence[str], flags: Sequence[str] = ()) -> bool:
     """Whether the install brings the library or the cache holds it."""
     name = _library_name(source, _options(defines, flags))
-    return prebuilt.find(name) is not None or (cache_folder() / name).exists()
+    return prebuilt.find(name) is not None or bool(cached(name))
 
 
 def _options(defines: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
@@ -184,6 +199,19 @@ def _options(defines: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
 
 def _library_name(source: str, options: Sequence[str]) -> str:
     return f"{Path(source).stem}-{ARCHITECTURE}-{_digest(source, options)}.so"
+
+
+def _compile_to(library: Path, command: list[str], max_seconds: int) -> None:
+    """In a temporary folder and renamed, so that no other process loads a partial library."""
+    folder = library.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / library.name
+            _compile([*command, "-o", str(built)], max_seconds)
+            os.replace(built, library)
+    except OSError as error:
+        raise KernelBuildError(f"{folder}: cannot hold built kernels: {error}; set XDG_CACHE_HOME") from error
 
 
 def _compile(command: list[str], max_seconds: int) -> None:

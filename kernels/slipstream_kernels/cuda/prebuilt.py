@@ -70,7 +70,8 @@ def write(out: Path, sources: Sequence[str] = ()) -> int:
     out.mkdir(parents=True, exist_ok=True)
     chosen = [make for source, make in wanted if not sources or source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for library in pool.map(lambda make: make(), chosen):
+        # not of the whole cache: libraries of a later CUDA would not run where this set says that they do
+        for library in pool.map(lambda make: make(folder=build.folder_of(version)), chosen):
             _copy_stripped(library, out / library.name)
     (out / TOOLKIT).write_text(json.dumps({"cuda": toolkit.text_of(version)}) + "\n")
     return len(chosen)

@@ -66,8 +66,8 @@ def on_cutlass() -> list[Variant]:
     return [(kernel.SOURCE, defines) for kernel in (w4a8_gemm, int8_gemm) for defines in kernel.variants()]
 
 
-def builders() -> list[tuple[str, Callable[[], Path]]]:
-    """The source of every library, and what builds it; those that take longest come first."""
+def builders() -> list[tuple[str, Callable[..., Path]]]:
+    """The source of every library, and what builds it (into build's `folder`); those that take longest come first."""
     heavy = partial(build, flags=cutlass.FLAGS, headers=cutlass.include_folder)
     found = [(source, partial(heavy, source, defines)) for source, defines in on_cutlass()]
     return [*found, *((source, partial(build, source, defines)) for source, defines in variants())]
