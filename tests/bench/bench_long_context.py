@@ -27,7 +27,7 @@ sys.path.insert(0, str(TESTS / "bench"))
 sys.path.insert(0, str(TESTS / "support"))
 
 from bench_engine import EngineBench  # noqa: E402
-from measures import Record, draw_prompts, emit, numbers, parser_of  # noqa: E402
+from measures import Record, add_settings, draw_prompts, emit, numbers, parser_of  # noqa: E402
 from registered_prefix import register_prefix  # noqa: E402
 from slipstream.core.layered_prefill import LayeredPrefill  # noqa: E402
 from slipstream.core.prefill_budget import PrefillBudget, StepPace  # noqa: E402
@@ -156,7 +156,7 @@ MEASURES = {"ttft": measure_ttft, "tpot": measure_tpot, "beside": measure_beside
 
 def main() -> None:
     parser = parser_of(__doc__, measures="ttft,tpot,beside")
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    add_settings(parser)
     parser.add_argument("--length", type=int, default=131072, help="max_model_len, and about the prompts' length")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--stream-len", type=int, default=1024, help="tokens of the streams' prompts")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
 from bench_engine import EngineBench  # noqa: E402
-from measures import draw_prompts, emit, numbers, parser_of  # noqa: E402
+from measures import add_settings, draw_prompts, emit, numbers, parser_of  # noqa: E402
 
 BLOCK_SIZE = 64
 
@@ -38,7 +38,7 @@ def ttft_again(bench: EngineBench, length: int, repeats: int) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    add_settings(parser)
     parser.add_argument("--lengths", type=numbers, default=[1024, 8192, 32768])
     parser.add_argument("--host-bytes", type=int, default=16 << 30)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)

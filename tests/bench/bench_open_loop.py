@@ -30,7 +30,7 @@ HERE = ROOT / "tests/bench"
 sys.path[:0] = [str(HERE), str(ROOT / "tests/support")]
 
 from bench_vllm import ENVIRONMENT, FORMATS, engine_options  # noqa: E402
-from measures import emit  # noqa: E402
+from measures import add_settings, emit  # noqa: E402
 from open_loop import Arrival, Load, Timeline, draw_arrivals, summarise  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
@@ -216,7 +216,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     loads = "RATE[:SHARED PREFIX[:RATE OF 8K PROMPTS]], with commas; one that is there twice has other prompts then"
     parser.add_argument("--loads", type=loads_of, default="8,16,24,32", help=loads)
     parser.add_argument("--seconds", type=float, default=20.0, help="in which the requests of a load arrive")
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    add_settings(parser)
     parser.add_argument("--format", choices=sorted(FORMATS), default="none", help="of vLLM's weights")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's")
     parser.add_argument("--max-model-len", type=int, default=33792)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/bench")]
 
 from engine_peer import TOKEN, Backend  # noqa: E402
+from measures import add_settings  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from slipstream.protocol.wire import FrameType  # noqa: E402
 
@@ -36,7 +37,7 @@ def main() -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", choices=SHAPES)
     model.add_argument("--model", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    add_settings(parser)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     settings = dict(pair.split("=", 1) for pair in arguments.set)

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
+from measures import add_settings, draw_prompts  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
 MAX_SECONDS = 300
@@ -28,7 +29,7 @@ MAX_SECONDS = 300
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name not in ("tiny", "demo")))
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    add_settings(parser)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -38,7 +39,10 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(start(arguments)), flush=True)
         return
-    for shape in arguments.shapes.split(","):
+    shapes = arguments.shapes.split(",")
+    if unknown := sorted(set(shapes) - set(SHAPES)):
+        parser.error(f"--shapes: {', '.join(unknown)}; accepted: {', '.join(SHAPES)}")
+    for shape in shapes:
         line = json.dumps({"shape": shape, "set": arguments.set} | in_child(shape))
         print(line, flush=True)
         if arguments.out is not None:
@@ -63,7 +67,6 @@ def in_child(shape: str) -> dict[str, object]:
 def start(arguments: argparse.Namespace) -> dict[str, object]:
     """Of one shape, in this process."""
     from bench_engine import EngineBench, memory_of
-    from measures import draw_prompts
 
     arguments.shape, arguments.layers, arguments.temperature, arguments.adapters = arguments.shapes, 0, 0.0, []
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import decode_grid  # noqa: E402
 import format_table  # noqa: E402
-from measures import RATIO_KEYS, Record, are_alike, figure_of, read_records, time_ratio  # noqa: E402
+from measures import RATIO_KEYS, Record, add_settings, are_alike, figure_of, read_records, time_ratio  # noqa: E402
+from shapes import SHAPES  # noqa: E402
 
 
 class Format(NamedTuple):
@@ -249,15 +250,20 @@ def main() -> None:
     parser.add_argument("--shape", default="llama3-8b", help=several)
     parser.add_argument("--formats", default="none,fp8", help=",".join(FORMATS))
     parser.add_argument("--engines", default=f"{OURS},{SERVED},{RIVAL}")
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="for Slipstream")
+    add_settings(parser, "for Slipstream")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one engine and format")
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=[""], help="by their numbers: 0,1,2,3")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("rest", nargs="*", help="after --: options of every engine")
     arguments = parser.parse_args()
-    unknown = {name for _, name in pairs_of(arguments.shape, arguments.formats)} - set(FORMATS)
-    if unknown:
-        parser.error(f"--formats: {', '.join(sorted(unknown))}; accepted: {', '.join(FORMATS)}")
+    pairs = pairs_of(arguments.shape, arguments.formats)
+    for option, named, accepted in (
+        ("--shape", {shape for shape, _ in pairs}, list(SHAPES)),
+        ("--formats", {name for _, name in pairs}, list(FORMATS)),
+        ("--engines", set(arguments.engines.split(",")), [OURS, SERVED, RIVAL]),
+    ):
+        if unknown := named - set(accepted):
+            parser.error(f"{option}: {', '.join(sorted(unknown))}; accepted: {', '.join(accepted)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     records = measure_all(arguments)
     has_grid = len({(r.get("shape"), r.get("context")) for r in records if r["what"] == "decode"}) > 1

@@ -225,6 +225,19 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number]
 
 
+def setting(text: str) -> str:
+    """The type of --set. Raises ArgumentTypeError."""
+    name, equals, _ = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}, accepted: PARAMETER=VALUE with a name of docs/configuration.md")
+    return text
+
+
+def add_settings(parser: argparse.ArgumentParser, purpose: str = "as in config.pbtxt") -> None:
+    """The option --set, whose `set` is a list of PARAMETER=VALUE."""
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="PARAMETER=VALUE", help=purpose)
+
+
 def parser_of(description: str | None, measures: str = "decode,prefill,throughput") -> argparse.ArgumentParser:
     """Options that all engines share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

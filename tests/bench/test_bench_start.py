@@ -24,3 +24,15 @@ def test_the_phases_of_a_start(root: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["bench_start.py", *options.replace("device=cpu", "device=none").split()])
     bench_start.main()
     assert "device" in json.loads(out.read_text().splitlines()[-1])["failed"][0]
+
+
+def test_an_unknown_shape_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "tests/bench"))
+    import bench_start
+
+    monkeypatch.setattr(sys, "argv", ["bench_start.py", "--shapes", "tiny,tinny"])
+    with pytest.raises(SystemExit):
+        bench_start.main()
+    assert "--shapes: tinny; accepted: llama3-8b" in capsys.readouterr().err

@@ -150,11 +150,20 @@ def test_a_bench_that_breaks_ends_all(compare, tmp_path: Path, monkeypatch) -> N
     assert asked[0] == "none" and len(asked) < 4
 
 
-def test_an_unknown_format_is_refused(compare, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--formats", "int3"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--formats none,w3", "--formats: w3; accepted: none, fp8"),
+        ("--shape demo:none,llama3-9b", "--shape: llama3-9b; accepted: "),
+        ("--engines slipstream,vlm", "--engines: vlm; accepted: slipstream, slipstream+triton, vllm"),
+        ("--set quantization", "--set: 'quantization', accepted: PARAMETER=VALUE"),
+    ],
+)
+def test_what_is_unknown_is_refused(compare, options: str, words: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *options.split()])
     with pytest.raises(SystemExit):
         compare.main()
-    assert "--formats: int3; accepted: none, fp8" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_the_served_half_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
