@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
-from measures import numbers  # noqa: E402
+from measures import add_settings, numbers  # noqa: E402
 from slipstream.core.config_parse import config_from_values  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
@@ -44,7 +44,8 @@ from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
 from slipstream.worker.static_tensors import GraphInputs  # noqa: E402
 
-PROMPT, WIDTH, VOCABULARY, NUM_LOGITS = 1000, 64, 512, 4
+PROMPT, WIDTH, VOCABULARY, NUM_LOGITS = 1000, 64, 2048, 4
+MAX_BATCH = 1000  # each request of `decode` has a token of its own
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": WIDTH,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64,
@@ -59,7 +60,7 @@ class _NoGraphs(StepGraphs[GraphShape]):
 
     def __init__(self, shapes: Sequence[GraphShape], inputs: GraphInputs) -> None:
         super().__init__(shapes, inputs, _no_model)
-        hidden = torch.zeros(1024, WIDTH)
+        hidden = torch.zeros(max(shape.num_tokens for shape in shapes), WIDTH)
         self._hidden = {shape: hidden[: shape.num_tokens] for shape in shapes}
 
     def replay(self, shape: GraphShape) -> torch.Tensor:
@@ -122,7 +123,9 @@ class HostBench:
             self.engine.step()
         return min(times) * 1e6
 
-    def decode_changing(self, batch: int, num_steps: int = 64, repeats: int = 12) -> float:
+    def decode_changing(
+        self, batch: int, num_steps: int = 64, repeats: int = 12, profiler: cProfile.Profile | None = None
+    ) -> float:
         """The same while requests end and others take their places; the median of the rounds."""
         lengths = cycle(1 + number * 53 % 128 for number in range(128))
         prompts = cycle(range(5, 133))
@@ -138,7 +141,11 @@ class HostBench:
             taken = 0.0
             for _ in range(num_steps):
                 start = time.thread_time()
+                if profiler is not None:
+                    profiler.enable()
                 outputs = self.engine.step()
+                if profiler is not None:
+                    profiler.disable()
                 taken += time.thread_time() - start
                 for _ in range(sum(output.finish_reason is not None for output in outputs)):
                     add()
@@ -159,28 +166,37 @@ def _no_model(batch: ForwardBatch) -> torch.Tensor:
     raise AssertionError("nothing is captured")
 
 
+def batches(text: str) -> list[int]:
+    """The option's type. Raises ArgumentTypeError."""
+    found = numbers(text)
+    if not found or not all(1 <= batch <= MAX_BATCH for batch in found):
+        raise argparse.ArgumentTypeError(f"{text!r}, accepted: numbers from 1 to {MAX_BATCH}, with commas")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 200])
+    parser.add_argument("--batches", type=batches, default=[1, 8, 64, 200])
     parser.add_argument("--profile", action="store_true", help="and where the time of the last batch goes")
     parser.add_argument("--changing", action="store_true", help="requests end, and others take their places")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    add_settings(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     bench = HostBench(
         max(arguments.batches), arguments.temperature, **dict(pair.split("=", 1) for pair in arguments.set)
     )
+    measure = bench.decode_changing if arguments.changing else bench.decode
     for batch in arguments.batches:
         with torch.inference_mode():  # as the engine's thread
-            step_us = bench.decode_changing(batch) if arguments.changing else bench.decode(batch)
+            step_us = measure(batch)
         print(
             json.dumps({"batch": batch, "step_us": round(step_us), "request_us": round(step_us / batch, 2)}), flush=True
         )
     if arguments.profile:
         profiler = cProfile.Profile()
         with torch.inference_mode():
-            bench.decode(arguments.batches[-1], profiler=profiler)
+            measure(arguments.batches[-1], profiler=profiler)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
 
 
