@@ -298,6 +298,8 @@ def test_doctor_knows_what_encoders_run_with(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("NVIDIA H200, 9.0, 143771 MiB, 580.10", "ok", "compute capability 9.0"),
         ("NVIDIA A100, 8.0, 81920 MiB, 580.10", "note", "are for Hopper"),
+        ("NVIDIA RTX PRO 6000, 12.0, 97887 MiB, 580.10", "note", "are for Hopper"),
+        ("Tesla T4, 7.5, 15360 MiB, 580.10", "note", "need 8.0 or later"),
         ("No devices were found", "note", "names none: No devices were found"),
     ],
 )

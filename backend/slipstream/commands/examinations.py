@@ -87,6 +87,9 @@ def _gpu(line: str) -> Finding:
     text = f"{name}, compute capability {capability}, {memory}, driver {driver}"
     if capability.startswith("9."):
         return Finding("gpu", "ok", text)
+    if re.match(r"[1-7]\.", capability):
+        advice = "kernels in Triton-lang need 8.0 or later: set device to cpu, or use another GPU"
+        return Finding("gpu", "note", text, advice)
     advice = "the kernels in CUDA are for Hopper (9.0): Triton-lang kernels and torch serve on this one, slower"
     return Finding("gpu", "note", text, advice)
 
