@@ -87,7 +87,7 @@ def run_request(client: Any, answers: Any, arguments: argparse.Namespace, index:
             return not str(error).startswith("[StatusCode.")  # else it is the stream's error, not the request's
         is_final = result.get_response().parameters["triton_final_response"].bool_param
         count = result.as_numpy("num_output_tokens")
-        if count is not None and len(count):
+        if count is not None and len(count) and count[0]:
             arrivals.append(arrived)
             num_tokens += int(count[0])
     figures.add(started, arrivals, num_tokens)
@@ -109,6 +109,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="requests in all")
     parser.add_argument("--max-tokens", type=int, default=32)
     arguments = parser.parse_args()
+    for name in ("streams", "requests", "max_tokens"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: {getattr(arguments, name)}, accepted: 1 or more")
     figures, todo = Figures(), queue.SimpleQueue()
     for index in range(arguments.requests):
         todo.put(index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -143,7 +144,10 @@ async def one_request(stub: Any, arguments: argparse.Namespace, dice: random.Ran
     started, first, last, num_tokens, num_first = time.perf_counter(), 0.0, 0.0, 0, 0
     try:
         async for response in generate(stub, generation):
-            last, num_new = time.perf_counter(), response.integer("num_output_tokens")
+            num_new = response.integer("num_output_tokens")
+            if not num_new:
+                continue
+            last = time.perf_counter()
             if not first:
                 first, num_first = last, num_new
             num_tokens += num_new
@@ -160,6 +164,6 @@ async def one_request(stub: Any, arguments: argparse.Namespace, dice: random.Ran
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Nearest rank; 0 for an empty list."""
+    """The nearest rank: the smallest value that is no less than this share of them; 0 for an empty list."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
