@@ -28,6 +28,7 @@ sys.path.insert(0, str(TESTS / "support"))
 
 from bench_engine import EngineBench  # noqa: E402
 from measures import Record, add_settings, draw_prompts, emit, numbers, parser_of  # noqa: E402
+from open_loop import percentile  # noqa: E402
 from registered_prefix import register_prefix  # noqa: E402
 from slipstream.core.layered_prefill import LayeredPrefill  # noqa: E402
 from slipstream.core.prefill_budget import PrefillBudget, StepPace  # noqa: E402
@@ -133,7 +134,7 @@ def gaps(bench: EngineBench, stream: Request, num_steps: int = 0, until: Request
 
 
 def p99(seconds: list[float]) -> float:
-    return sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
+    return percentile(seconds, 0.99)
 
 
 def over_quiet(during: list[float], before: float, behind: float) -> list[float]:

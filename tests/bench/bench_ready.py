@@ -29,6 +29,7 @@ from shapes import SHAPES  # noqa: E402
 from slipstream.protocol.wire import FrameType  # noqa: E402
 
 TOKENIZER = ROOT / "models/slipstream-demo-code"  # of a shape, which has none
+ENGINE = "from slipstream.engine.main import main; main()"
 MAX_SECONDS = 300
 
 
@@ -40,6 +41,8 @@ def main() -> None:
     add_settings(parser)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats: {arguments.repeats}, accepted: 1 or more")
     settings = dict(pair.split("=", 1) for pair in arguments.set)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.shape:
@@ -59,13 +62,11 @@ def main() -> None:
 
 def start(settings: dict[str, str]) -> dict[str, float | str]:
     """Of one process: from its start until READY has come; and the user and system time that it took by then."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:  # a pipe would fill up
         backend = Backend(Path(folder))
-        command = [sys.executable, "-c", "from slipstream.engine.main import main; main()"]
+        command = [sys.executable, "-c", ENGINE, "--socket", backend.path, "--token", TOKEN.hex()]
         begun = time.monotonic()
-        with subprocess.Popen(
-            [*command, "--socket", backend.path, "--token", TOKEN.hex()], stderr=subprocess.PIPE, text=True
-        ) as engine:
+        with subprocess.Popen(command, stderr=log, text=True) as engine:
             backend.accept()
             backend.connection.settimeout(MAX_SECONDS)
             backend.configure(settings)
@@ -73,8 +74,8 @@ def start(settings: dict[str, str]) -> dict[str, float | str]:
             ready_s = time.monotonic() - begun
             ticks = Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
             backend.close()
-            assert engine.stderr is not None
-            phases = re.findall(r"start-up in [\d.]+ s: (.*)", engine.stderr.read())
+        log.seek(0)
+        phases = re.findall(r"start-up in [\d.]+ s: (.*)", log.read())
     cpu_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
     return {"ready_s": round(ready_s, 2), "cpu_s": round(cpu_s, 2), "phases": "".join(phases)}
 

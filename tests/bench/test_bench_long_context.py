@@ -30,3 +30,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gaps_are_compared_with_quiet_ones_of_their_time() -> None:
     assert bench_long_context.over_quiet([2.0, 3.0, 3.0, 4.0], before=1.0, behind=3.0) == [2.0, 2.0, 1.5, 1.6]
+
+
+def test_p99_is_the_nearest_rank() -> None:
+    assert bench_long_context.p99([float(value) for value in range(300, 0, -1)]) == 297.0
