@@ -27,7 +27,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
 from adapters import names_of, write_adapter  # noqa: E402
-from measures import STREAMS, Measure, Prompt, Record, add_settings, draw_prompts, emit, numbers, parser_of, run  # noqa: E402
+from measures import (  # noqa: E402  # noqa: E402
+    MEASURES,
+    STREAMS,
+    Measure,
+    Prompt,
+    Record,
+    add_settings,
+    draw_prompts,
+    emit,
+    numbers,
+    parser_of,
+    run,
+)
 from shapes import shape_of  # noqa: E402
 from slipstream.core.config_parse import config_from_values  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
@@ -195,7 +207,7 @@ def memory_of(engine: Engine) -> Record:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, accepted=(*MEASURES, "profile", "streams"))
     add_settings(parser)
     parser.add_argument("--profile-batches", type=numbers, default=[1, 64])
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)

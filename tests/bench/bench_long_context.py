@@ -156,7 +156,7 @@ MEASURES = {"ttft": measure_ttft, "tpot": measure_tpot, "beside": measure_beside
 
 
 def main() -> None:
-    parser = parser_of(__doc__, measures="ttft,tpot,beside")
+    parser = parser_of(__doc__, "ttft,tpot,beside", tuple(MEASURES))
     add_settings(parser)
     parser.add_argument("--length", type=int, default=131072, help="max_model_len, and about the prompts' length")
     parser.add_argument("--streams", type=int, default=32)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/bench"), str(ROOT / "tests/support")]
 
 from llm_server import backends_dir, missing_server, parameter  # noqa: E402
-from measures import STREAMS, Measure, Prompt, Record, add_settings, draw_prompts, emit, parser_of, run  # noqa: E402
+from measures import MEASURES, STREAMS, Measure, Prompt, Record, add_settings, draw_prompts, emit, parser_of, run  # noqa: E402  # noqa: E402
 from shapes import SHAPES, Shape  # noqa: E402
 from stream_clients import StreamClients  # noqa: E402
 from triton_server import TritonServer  # noqa: E402
@@ -115,7 +115,7 @@ def measure_perf_analyzer(bench: TritonBench, arguments: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, accepted=(*MEASURES, "streams"))
     add_settings(parser)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--clients", type=int, default=8, help="client processes")

@@ -238,12 +238,20 @@ def add_settings(parser: argparse.ArgumentParser, purpose: str = "as in config.p
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="PARAMETER=VALUE", help=purpose)
 
 
-def parser_of(description: str | None, measures: str = "decode,prefill,throughput") -> argparse.ArgumentParser:
-    """Options that all engines share."""
+def parser_of(
+    description: str | None, measures: str = "decode,prefill,throughput", accepted: Iterable[str] = tuple(MEASURES)
+) -> argparse.ArgumentParser:
+    """Options that all engines share. measures: the default of --measure; accepted: what it may name."""
+
+    def known(text: str) -> str:
+        if unknown := sorted(set(text.split(",")) - set(accepted)):
+            raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}, accepted: {', '.join(accepted)}")
+        return text
+
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--layers", type=int, default=0, help="the first so many of the shape's; 0: all")
-    parser.add_argument("--measure", default=measures)
+    parser.add_argument("--measure", type=known, default=measures, help=f"with commas: {', '.join(accepted)}")
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prefill-lens", type=numbers, default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=5)

@@ -181,3 +181,20 @@ def test_the_served_half_runs(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     records = {record["what"]: record for record in map(json.loads, out.read_text().splitlines())}
     assert records["throughput"]["out_tok_s"] > 0 and records["throughput"]["replicas"] == 2
     assert records["streams"]["out_tok_s"] > 0 and records["streams"]["concurrency"] == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "words"),
+    [
+        ("bench_engine", "decode,prefil", "'prefil', accepted: prefill, decode, throughput, batch, profile, streams"),
+        ("bench_vllm", "profile", "'profile', accepted: prefill, decode, throughput, batch\n"),
+        ("bench_long_context", "decode", "'decode', accepted: ttft, tpot, beside"),
+    ],
+)
+def test_an_unknown_measure_is_refused_before_an_engine_is_loaded(
+    compare, program: str, text: str, words: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "--measure", text])
+    with pytest.raises(SystemExit):
+        __import__(program).main()
+    assert words in capsys.readouterr().err
