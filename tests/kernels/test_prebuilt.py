@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import runpy
 import shutil
 import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -257,3 +260,27 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(install: Path, caplog: pyte
     assert build.missing(DEQUANTISE, DEFINES) is None
     assert "cannot be built or loaded" in (build.build_refusal(DEQUANTISE, DEFINES) or "")
     assert "cannot be loaded" in caplog.text and name in caplog.text
+
+
+def build_ahead(monkeypatch: pytest.MonkeyPatch, jobs: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["build", "--jobs", jobs])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
+        runpy.run_module("slipstream_kernels.cuda.build", run_name="__main__")
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_building_ahead_refuses_no_jobs(
+    jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        build_ahead(monkeypatch, jobs)
+    assert f"--jobs: {jobs}, accepted: 1 or more" in capsys.readouterr().err
+
+
+def test_building_ahead_says_why_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="nvcc: not on PATH"):
+        build_ahead(monkeypatch, "1")
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "11.8"))
+    with pytest.raises(SystemExit, match=r"is of CUDA 11\.8, older than 12\.4"):
+        build_ahead(monkeypatch, "1")

@@ -4,7 +4,7 @@ ctypes instead of pybind11: without framework or Python headers a kernel builds 
 Python and torch.  A library comes from the install (prebuilt.py), else from the user's cache folder, else from nvcc;
 its name holds a hash of source, flags and architecture, and in the cache it lies in a folder of the CUDA version that
 built it, because a driver does not run those of later ones.
-`python -m slipstream_kernels.cuda.build` builds all variants of the attention kernels ahead of time.
+`python -m slipstream_kernels.cuda.build` builds all variants of all kernels ahead of time.
 """
 
 from __future__ import annotations
@@ -246,16 +246,20 @@ def _main() -> None:
     from slipstream_kernels.cuda.variants import builders, variants
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    jobs = parser.parse_args().jobs
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once (%(default)s)")
+    if (jobs := parser.parse_args().jobs) < 1:
+        parser.error(f"--jobs: {jobs}, accepted: 1 or more")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     wanted = builders()
     if (reason := cutlass.missing()) is not None:
-        LOG.warning("without W4A8 products of many tokens: %s", reason)
+        LOG.warning("without products of many rows by w4a8_fp8 and w8a8_int8 weights: %s", reason)
         wanted = wanted[-len(variants()) :]
-    with ThreadPoolExecutor(jobs) as pool:
-        for library in pool.map(lambda one: one[1](), wanted):
-            print(library)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            for library in pool.map(lambda one: one[1](), wanted):
+                print(library)
+    except RuntimeError as error:  # the KernelBuildError of the module that builders import, which is not __main__
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":
