@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
 from adapters import names_of, write_adapter  # noqa: E402
-from measures import (  # noqa: E402  # noqa: E402
+from measures import (  # noqa: E402
     MEASURES,
     STREAMS,
     Measure,

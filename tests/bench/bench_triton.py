@@ -23,7 +23,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/bench"), str(ROOT / "tests/support")]
 
 from llm_server import backends_dir, missing_server, parameter  # noqa: E402
-from measures import MEASURES, STREAMS, Measure, Prompt, Record, add_settings, draw_prompts, emit, parser_of, run  # noqa: E402  # noqa: E402
+from measures import (  # noqa: E402
+    MEASURES,
+    STREAMS,
+    Measure,
+    Prompt,
+    Record,
+    add_settings,
+    draw_prompts,
+    emit,
+    parser_of,
+    run,
+)
 from shapes import SHAPES, Shape  # noqa: E402
 from stream_clients import StreamClients  # noqa: E402
 from triton_server import TritonServer  # noqa: E402

@@ -114,7 +114,7 @@ def _times(die: random.Random, rate: float, seconds: float) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that no more than 1 - share of them exceed; 0 of none."""
+    """The nearest rank, as `slipstream bench` has it, which vLLM's environment does not hold; 0 of none."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
