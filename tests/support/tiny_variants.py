@@ -189,7 +189,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
          **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0)},
     ),
     "deepseek-v3-halves": ("deepseek-v3", {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False}),
-    "deepseek-v3-null": ("deepseek-v3", {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": None}),
+    "deepseek-v3-null": (
+        "deepseek-v3", {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": None, "norm_topk_prob": None},
+    ),
     "deepseek-v2-halves": ("deepseek-v2", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "glm4-moe-lite": ("glm4-moe-lite", {**LATENT, "v_head_dim": 36}),
     "baichuan": ("baichuan", {"num_key_value_heads": 6}),

@@ -103,6 +103,11 @@ class HFConfig:
         name = self.names.get(key, key)
         return False if name in self.values and self.values[name] is None else self.boolean(key, default)
 
+    def count_or_null(self, key: str, default: int) -> int:
+        """An integer of at least 0 of a field whose null is none, unlike in other fields; absent is the default."""
+        name = self.names.get(key, key)
+        return 0 if name in self.values and self.values[name] is None else self.integer(key, default, minimum=0)
+
     def string(self, key: str, default: str | _Required = REQUIRED) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):

@@ -29,7 +29,7 @@ def read_v2(config: HFConfig) -> DecoderSpec:
     groups = read_groups(config, least_size=1) if in_groups else (1, 1)
     rule = RoutingRule("softmax", False, config.number("routed_scaling_factor", 1.0), *groups, "max")
     hidden_size, size = config.integer("hidden_size"), config.integer("moe_intermediate_size")
-    num_shared = config.integer("n_shared_experts", 2, minimum=0)
+    num_shared = config.count_or_null("n_shared_experts", 2)
     shared = DenseSpec(hidden_size, size * num_shared, prefix=SHARED) if num_shared else None
     routing = RouterSpec(config.integer("num_experts_per_tok"), rule)
     experts = ExpertsSpec(hidden_size, size, config.integer("n_routed_experts"), routing, shared)
@@ -49,9 +49,9 @@ def read_v3(config: HFConfig) -> DecoderSpec:
 def _with_experts(
     config: HFConfig, spec: DecoderSpec, names: dict, experts: ExpertsSpec, first_dense: int
 ) -> DecoderSpec:
-    if config.integer("moe_layer_freq", 1) != 1:
-        raise config.error("moe_layer_freq", "must be 1: every layer behind the dense ones has experts")
-    dense = range(config.integer("first_k_dense_replace", first_dense, minimum=0))
+    """moe_layer_freq, which Hugging Face's class passes over, is the step between layers with experts."""
+    first, step = config.integer("first_k_dense_replace", first_dense, minimum=0), config.integer("moe_layer_freq", 1)
+    dense = [layer for layer in range(spec.num_layers) if layer < first or layer % step]
     return with_experts(config, spec, names, experts, dense, latent_parts(config))
 
 

@@ -35,13 +35,13 @@ def read_experts(config: HFConfig, hidden_size: int) -> ExpertsSpec:
     """Those of DeepSeek-V3, too, in the names of its config."""
     rule = RoutingRule(
         "sigmoid",
-        config.boolean("norm_topk_prob", True),
+        config.boolean_or_null("norm_topk_prob", True),
         config.number("routed_scaling_factor", 1.0),
         *read_groups(config, least_size=2),  # of which the two best are summed
         "top2sum",
     )
     routing = RouterSpec(config.integer("num_experts_per_tok"), rule, selection_bias=True)
-    size, num_shared = config.integer("moe_intermediate_size"), config.integer("n_shared_experts", 1, minimum=0)
+    size, num_shared = config.integer("moe_intermediate_size"), config.count_or_null("n_shared_experts", 1)
     shared = DenseSpec(hidden_size, size * num_shared, prefix=SHARED) if num_shared else None
     return ExpertsSpec(hidden_size, size, config.integer("n_routed_experts"), routing, shared)
 
