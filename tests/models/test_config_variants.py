@@ -56,3 +56,14 @@ def test_experts_in_every_other_layer(variant: str, tmp_path: Path) -> None:
     draw(model).save_pretrained(tmp_path)
     edit_config(tmp_path, moe_layer_freq=2)
     assert error_of(checkpoint) < 1e-4
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_the_activation_of_a_hybrid_s_only_mlp(activation: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("granite-hybrid", tmp_path, hidden_act=activation)
+    assert error_of(checkpoint) < 1e-4
+
+
+def test_a_hybrid_without_positions(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("granite-hybrid", tmp_path, position_embedding_type="nope")
+    assert error_of(checkpoint) < 1e-4

@@ -44,7 +44,6 @@ def base_spec(
     head_dim = config.integer("head_dim", hidden_size // num_q_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"rotary embedding needs an even head size, not {head_dim}")
-    activation = ACTIVATIONS[config.choice("hidden_act", tuple(ACTIVATIONS), "silu")]
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     bos_token_ids = config.token_ids("bos_token_id")
     attention = AttentionSpec(
@@ -55,7 +54,7 @@ def base_spec(
         head_dim=head_dim,
         rope=replace(read_rope(config, head_dim, rotated_part), is_interleaved=is_interleaved),
     )
-    mlp = DenseSpec(hidden_size, config.integer("intermediate_size"), activation)
+    mlp = DenseSpec(hidden_size, config.integer("intermediate_size"), activation_of(config))
     return DecoderSpec(
         architecture=config.strings("architectures")[0],
         vocab_size=config.integer("vocab_size"),
@@ -69,6 +68,11 @@ def base_spec(
         eos_token_ids=config.token_ids("eos_token_id"),
         stored_format=read_stored_format(config, linear_modules(names, linear_parts, range(num_layers))),
     )
+
+
+def activation_of(config: HFConfig) -> str:
+    """That of a dense MLP's gate, as DenseSpec names it."""
+    return ACTIVATIONS[config.choice("hidden_act", tuple(ACTIVATIONS), "silu")]
 
 
 def with_biases(spec: DecoderSpec, qkv: bool = False, o: bool = False, mlp: bool = False) -> DecoderSpec:

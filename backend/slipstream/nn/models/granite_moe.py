@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, RouterSpec
-from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.common import activation_of, base_spec
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.models.granite import with_multipliers
 from slipstream.nn.models.mixture import SHARED, with_experts
@@ -31,6 +31,7 @@ NAMES: Names = {
     SHARED_PARTS[2]: f"{MLP}.output_linear",
 }
 ATTENTION = ("attention", "full_attention")  # of layer_types; other layers have a state
+NO_POSITIONS = "nope"  # as position_embedding_type; null means the same
 NUM_EXPERTS = 8  # where a config does not state it
 
 
@@ -56,8 +57,9 @@ def read_hybrid(config: HFConfig) -> DecoderSpec:
     else:
         spec = _base(config, (*ATTENTION_PARTS, *SHARED_PARTS))
         spec = spec.map_layers(lambda _, layer: replace(layer, mlp=shared))
-    is_rotated = config.has("position_embedding_type") and config.choice("position_embedding_type", ("rope",))
-    return spec if is_rotated else spec.map_attention(lambda own: replace(own, rope=None))
+    if config.choice("position_embedding_type", ("rope", NO_POSITIONS), NO_POSITIONS) == "rope":
+        return spec
+    return spec.map_attention(lambda own: replace(own, rope=None))
 
 
 def _base(config: HFConfig, linear_parts: tuple[str, ...]) -> DecoderSpec:
@@ -71,7 +73,7 @@ def _base(config: HFConfig, linear_parts: tuple[str, ...]) -> DecoderSpec:
 
 def _shared(config: HFConfig, default: int) -> DenseSpec | None:
     size = config.integer("shared_intermediate_size", default, minimum=0)
-    return DenseSpec(config.integer("hidden_size"), size, prefix=SHARED) if size else None
+    return DenseSpec(config.integer("hidden_size"), size, activation_of(config), prefix=SHARED) if size else None
 
 
 def _with_experts(config: HFConfig, spec: DecoderSpec, shared: DenseSpec | None) -> DecoderSpec:
