@@ -57,6 +57,7 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
         ("Seed-OSS-36B-Instruct", {"head_dim": 128, "attention_bias": True}),
         ("GLM-4-9B-0414", {"rms_norm_eps": 1.5625e-7}),
         ("chatglm3-6b", {"layernorm_epsilon": 1e-5}),
+        ("SmolLM3-3B", {"rope_theta": 2e6}),
         ("SmolLM3-3B", {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}),
     ],
 )

@@ -11,11 +11,11 @@ from slipstream.nn.models.common import windows_by_type, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
-INTERVAL = 4
+INTERVAL, THETA = 4, 2_000_000.0  # where a config does not state them
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    spec = llama.read_spec(config.with_defaults(tie_word_embeddings=True))
+    spec = llama.read_spec(config.with_defaults(tie_word_embeddings=True, rope_theta=THETA))
     rotates = _rotating_layers(config, spec.num_layers)
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
