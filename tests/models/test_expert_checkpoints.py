@@ -257,10 +257,7 @@ def test_broken_checkpoint_is_named(
     ("fields", "named"),
     [
         ({"modules_to_not_convert": ["gate", "experts.3"]}, r"modules_to_not_convert=.* leaves .*experts\.3\.w1 unq"),
-        (
-            {"modules_to_not_convert": ["model.layers.1"]},
-            r"leaves model\.layers\.1\.self_attn\.q_proj unquant",
-        ),
+        ({"modules_to_not_convert": ["layers.1.self_attn.v_proj"]}, r"leaves .*1\.self_attn\.v_proj unquant"),
         ({"bits": 8}, "bits=8: must be 4"),
     ],
 )

@@ -220,10 +220,10 @@ def test_rotations_and_outputs_that_say_nothing_are_read(full: Path, tmp_path: P
         ({**AWQ, "version": "gemv"}, "version='gemv'.*gemm"),
         ({**AWQ, "zero_point": False}, "zero_point=False: must be true"),
         ({**AWQ, "group_size": 0}, "group_size=0: must be -1 or"),
-        ({**AWQ, "modules_to_not_convert": ["layers.1.mlp"]}, "leaves model.layers.1.mlp.gate_proj"),
+        ({**AWQ, "modules_to_not_convert": ["layers.1.mlp.up_proj"]}, "leaves model.layers.1.mlp.up_proj"),
         ({**GPTQ, "bits": 3}, "bits=3: must be 4"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'.*gptq, gptq_v2"),
-        ({**GPTQ, "dynamic": {"-:.*mlp": {}}}, "dynamic=.*one"),
+        ({**GPTQ, "dynamic": {"-:.*k_proj": {}}}, "dynamic=.*as one"),
         (group({**INT8, "strategy": "group", "group_size": 128}, None), "strategy='group'.*tensor, channel"),
         (group({**CHANNEL8, "symmetric": False}, None), "symmetric=False: must be true"),
         (group(CHANNEL4, {**TOKEN, "type": "int"}), "num_bits=4: int 4 with activations int 8 is not served"),
@@ -236,7 +236,7 @@ def test_rotations_and_outputs_that_say_nothing_are_read(full: Path, tmp_path: P
             r"transform_config=.*rotations .* accepted: absent or empty",
         ),
         (with_outputs(group(CHANNEL4, None)), r"group_0 output_activations=.* accepted: absent or null"),
-        (group(CHANNEL4, None, ignore=["re:.*down_proj"]), "leaves model.layers.0.mlp.down_proj"),
+        (group(CHANNEL4, None, ignore=["re:.*gate_proj"]), "leaves model.layers.0.mlp.gate_proj"),
     ],
 )
 def test_unserved_format_is_refused(full: Path, tmp_path: Path, stored: dict[str, object], named: str) -> None:

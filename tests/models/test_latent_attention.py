@@ -166,22 +166,6 @@ def test_an_up_projection_in_plain_numbers(full: Path, tmp_path: Path, name: str
         assert torch.equal(layer.attention.kv_b.matrix, before[f"model.layers.{index}.self_attn.kv_b_proj.weight"])
 
 
-@pytest.mark.parametrize(
-    ("left_out", "named"),
-    [
-        (["layers.0.self_attn.kv_b_proj"], "leaves .*0.self_attn.kv_b_proj unquantised, not .*1.self_attn.kv_b_proj"),
-        (["q_a_proj"], "leaves model.layers.0.self_attn.q_a_proj unquantised, not model.layers.0.self_attn.q_b_proj"),
-        (
-            ["re:.*self_attn.(q_a|q_b|kv_a|o)_proj", "shared_experts", "re:.*mlp.(gate|up|down)_proj"],
-            "stores kv_b_proj otherwise than the rest of attention",
-        ),
-    ],
-)  # fmt: skip
-def test_up_projections_that_are_stored_in_part(full: Path, tmp_path: Path, left_out: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load(store(full, tmp_path, {**BLOCKS, "modules_to_not_convert": left_out}, lambda tensors: tensors))
-
-
 @pytest.mark.parametrize("method", ["a8w8_fp8_wint4", "block_wise_fp8"])
 def test_weights_quantised_at_load(full: Path, method: str) -> None:
     """All but kv_b, which keeps the checkpoint's numbers."""

@@ -89,8 +89,8 @@ REFUSED = {
     "W4AFP8": ("Qwen3-30B-A3B", {"quant_method": "w4afp8"}, "quant_method='w4afp8': not supported"),
     "GPTQ-Int8": (R1, {**GPTQ, "bits": 8}, "bits=8: must be 4"),
     "GPTQ-Int3": (R1, {**GPTQ, "bits": 3}, "bits=3: must be 4"),
-    "GPTQ with some modules left out": (
-        "Qwen3-30B-A3B", {**GPTQ, "dynamic": {r"-:.*\.o_proj$": {}}}, "leaves .*o_proj unquantised, not"
+    "GPTQ with a part of a product left out": (
+        "Qwen3-30B-A3B", {**GPTQ, "dynamic": {r"-:.*\.v_proj$": {}}}, "leaves .*v_proj unquantised, not"
     ),
     "GPTQ with dynamic rules": (
         "Qwen3-30B-A3B", {**GPTQ, "dynamic": {"+:.*down_proj": {"bits": 8}}}, "dynamic=.*formats of their own"
@@ -115,6 +115,17 @@ def test_the_method_that_serves_it(variant: str, tmp_path: Path) -> None:
     assert spec.stored_format is not None and spec.stored_format.method == method
     assert not spec.stored_format.quantized_head
     assert spec.num_parameters == PUBLISHED[model][1]
+
+
+def test_experts_alone_as_kimi_k2_thinking_has_them(tmp_path: Path) -> None:
+    left_out = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    experts = compressed("pack-quantized", {**INT4, "group_size": 32, "actorder": None}, ignore=left_out)
+    spec = read_spec(write(tmp_path, "DeepSeek-V3", experts))
+    assert spec.stored_format is None and {layer.plain for layer in spec.layers} == {frozenset()}
+    assert spec.expert_format is not None and (spec.expert_format.method, spec.expert_format.group_size) == (
+        "wint4",
+        32,
+    )
 
 
 @pytest.mark.parametrize("variant", REFUSED)

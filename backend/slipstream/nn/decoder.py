@@ -43,6 +43,7 @@ class DecoderLayer:
     def __init__(self, spec: LayerSpec, norm_eps: float, ropes: RopeTables, context: LayerContext) -> None:
         self.spec = spec
         self._parallel = context.parallel
+        context = replace(context, plain=spec.plain)
         size, is_before, is_after = spec.attention.hidden_size, spec.norms != "post", spec.norms != "pre"
         self.input_norm = RMSNorm(size, norm_eps, context) if is_before else None
         kind = SelfAttention if spec.attention.latent is None else LatentAttention

@@ -34,11 +34,11 @@ class UpProjection:
     """The matrix from latents to keys and values of all heads, in the model's dtype however the checkpoint stores it.
 
     It is multiplied from both sides, which no quantised product serves. One that is stored quantised is loaded as any
-    other linear layer and multiplied by the identity, layer by layer. is_plain: as LatentSpec.plain_kv_b.
+    other linear layer and multiplied by the identity, layer by layer.
     """
 
-    def __init__(self, spec: LinearSpec, context: LayerContext, is_plain: bool) -> None:
-        is_quantized = context.method.stored is not None and not is_plain
+    def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
+        is_quantized = context.method_of(spec).stored is not None
         self._whole, self._context = spec, context if is_quantized else context.of_plain
         self.spec = spec.of_rank(context.parallel)
         shape = (self.spec.out_features, self.spec.in_features)
@@ -72,7 +72,7 @@ class LatentAttention:
         self.spec, self._latent = spec, spec.latent
         self.qkv = Linear(spec.qkv, context)
         self.q_b = None if spec.q_b is None else Linear(spec.q_b, context)
-        self.kv_b = UpProjection(spec.kv_b, context, spec.latent.plain_kv_b)
+        self.kv_b = UpProjection(spec.kv_b, context)
         self.o = Linear(spec.o, context)
         self.norms = tuple(RMSNorm(size, RANK_NORM_EPS, context) for size in spec.norm_sizes)  # queries', latents'
         self.kv_scales: dict[str, Tensor] = {}  # FP8 rows have their own

@@ -95,8 +95,7 @@ class LatentSpec:
 
     rank: its features, normed, from which each head's keys (nope_dim) and values (value_dim) are projected.
     rope_dim: features of a key that are rotated, and that all heads share. q_rank: features that queries are projected
-    from, normed; 0: from the token itself. plain_kv_b: a checkpoint whose other layers are quantised stores kv_b in
-    plain numbers. Source: DeepSeek-V2, arXiv:2405.04434.
+    from, normed; 0: from the token itself. Source: DeepSeek-V2, arXiv:2405.04434.
     """
 
     rank: int
@@ -104,7 +103,6 @@ class LatentSpec:
     rope_dim: int
     value_dim: int
     q_rank: int = 0
-    plain_kv_b: bool = False
 
 
 @dataclass(frozen=True)
@@ -346,13 +344,15 @@ class ExpertsSpec:
 class LayerSpec:
     """norms: "pre" (x + f(norm(x))), "post" (x + norm(f(x))) or "both", of attention and MLP each.
 
-    residual_scale: times what attention and MLP add to the residual stream.
+    residual_scale: times what attention and MLP add to the residual stream. plain: parts of its linear layers that the
+    checkpoint stores unquantised, though others are quantised; "expert_gate" is that of all experts.
     """
 
     attention: AttentionSpec
     mlp: DenseSpec | ExpertsSpec
     norms: str = "pre"
     residual_scale: float = 1.0
+    plain: frozenset[str] = frozenset()
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

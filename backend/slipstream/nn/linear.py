@@ -22,7 +22,7 @@ class Linear:
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
         self._whole, self._parallel, self._dtype = spec, context.parallel, context.dtype
         self.spec = spec.of_rank(context.parallel)
-        self.method = context.method
+        self.method = context.method_of(spec)
         self.weights: Weights = self.method.create_weights(self.spec, context.device, context.dtype)
         if dict(self.spec.parts).get(PADDING):
             for tensor in self.weights.values():

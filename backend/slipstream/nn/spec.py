@@ -130,6 +130,7 @@ def read_spec(checkpoint_dir: str | Path, rope_scaling: str = "") -> DecoderSpec
     """
     from slipstream.nn.hf_config import HFConfig
     from slipstream.nn.models import family_of
+    from slipstream.nn.models.plain_parts import with_plain_parts
     from slipstream.nn.models.rope_scaling import read_scaled_spec
     from slipstream.nn.spec_refusals import check_served
     from slipstream.nn.stored_dtype import states_dtype, stored_dtype
@@ -140,6 +141,7 @@ def read_spec(checkpoint_dir: str | Path, rope_scaling: str = "") -> DecoderSpec
     read = family.read_spec
     spec = read_scaled_spec(read, config, rope_scaling) if rope_scaling else read(config)
     check_served(spec)
+    spec = with_plain_parts(config, family.names_of(spec), spec)
     if states_dtype(config):
         return spec
     return replace(spec, dtype=stored_dtype(folder, family, spec) or spec.dtype)

@@ -66,11 +66,11 @@ Part = tuple[str, str, WeightSlot]  # the decoder's name, suffix
 
 def tensor_name(names: Names, part: str, layer: int | str) -> str:
     """The checkpoint's name of a part of a layer; "gate.3" is the gate of expert 3, mapped by "expert_gate"."""
-    name, expert = names[_named(part)], part.partition(".")[2]
+    name, expert = names[module_name(part)], part.partition(".")[2]
     return (name if isinstance(name, str) else name.name).format(layer=layer, expert=expert)
 
 
-def _named(part: str) -> str:
+def module_name(part: str) -> str:
     """Under what a map of names has a decoder's part."""
     module, _, expert = part.partition(".")
     return f"expert_{module}" if expert else module
@@ -82,7 +82,7 @@ def stored_slots(parts: Iterable[Part], names: Names, layer: int | str, num_head
     stacked: dict[tuple[Stacked, str, str], dict[str, WeightSlot]] = {}
     fused: dict[tuple[Fused, str, str], dict[str, WeightSlot]] = {}
     for part, suffix, slot in parts:
-        stored, name = tensor_name(names, part, layer), names.get(_named(part))
+        stored, name = tensor_name(names, part, layer), names.get(module_name(part))
         if isinstance(name, Stacked):
             stacked.setdefault((name, stored, suffix), {})[part] = slot
         elif isinstance(name, Fused):

@@ -28,12 +28,13 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.models.plain_parts import products
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.parallel import SINGLE
 from slipstream.nn.quant import QUANT_METHODS
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.spec import DecoderSpec
-from slipstream.nn.stored_names import mtp_layers
+from slipstream.nn.stored_names import module_name, mtp_layers, tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "mtp_module"
@@ -64,10 +65,23 @@ def is_in_format(target: DecoderSpec, own: Iterable[str]) -> bool:
     return has_format and any(not name.endswith(_PLAIN) for name in own)
 
 
-def head_spec(target: DecoderSpec, keeps_format: bool = False) -> DecoderSpec:
-    """A layer of the kind of the model's last, unquantised unless it keeps the model's format."""
-    layer = replace(target, layers=target.layers[-1:])
-    return layer if keeps_format else replace(layer, stored_format=None, expert_format=None)
+def head_spec(target: DecoderSpec, own: Collection[str]) -> DecoderSpec:
+    """A layer of the kind of the model's last, in the model's format if that is how its tensors are stored."""
+    if not is_in_format(target, own):
+        layer = replace(target.layers[-1], plain=frozenset())
+        return replace(target, layers=(layer,), stored_format=None, expert_format=None)
+    return replace(target, layers=(replace(target.layers[-1], plain=_plain_parts(target, own)),))
+
+
+def _plain_parts(target: DecoderSpec, own: Collection[str]) -> frozenset[str]:
+    """Parts of a module's layer that have weights and biases alone, though others are quantised."""
+    names = FAMILIES.get(target.architecture).names_of(target)
+    quantised = {name.rpartition(".")[0] for name in own if not name.endswith(_PLAIN)}
+    plain: set[str] = set()
+    for parts, _ in products(target.layers[-1]):
+        if not any(_below_layer(tensor_name(names, part, "{layer}")) in quantised for part in parts):
+            plain |= {module_name(part) for part in parts}
+    return frozenset(plain)
 
 
 def head_context(target: Decoder) -> LayerContext:
@@ -84,7 +98,7 @@ class MTPModule:
 
     def __init__(self, target: Decoder, num_positions: int, own: Collection[str] = ()) -> None:
         keeps_format = is_in_format(target.spec, own)
-        spec, context = head_spec(target.spec, keeps_format), head_context(target)
+        spec, context = head_spec(target.spec, own), head_context(target)
         of_layer = replace(target.context, parallel=SINGLE, lora=None) if keeps_format else context
         has_embedding, has_head = "embed_tokens.weight" in own, "shared_head.head.weight" in own
         size = spec.hidden_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.module_lists import HEAD, group_of, matches
+from slipstream.nn.models.module_lists import HEAD, groups_of, matches
 from slipstream.nn.stored_format import StoredFormat
 
 BLOCK_SIZE = [128, 128]
@@ -47,14 +47,14 @@ def read_compressed_tensors(section: HFConfig, modules: Sequence[str]) -> Stored
 def _group(section: HFConfig, modules: Sequence[str]) -> tuple[HFConfig, HFConfig, bool]:
     """(group of these modules, its weights, whether lm_head is of it too)."""
     groups = section.section("config_groups")
-    names = [] if groups is None else list(dict.fromkeys(group_of(groups, module) for module in modules))
+    names = [] if groups is None else list(dict.fromkeys(groups_of(groups, modules)))
     group = None if groups is None or len(names) != 1 or not names[0] else groups.section(names[0])
     weights = None if group is None else group.section("weights")
     if groups is None or group is None or weights is None:
         what = f"{modules[0]} and its like"
         raise section.error("config_groups", f"must have one group with weights for {what}, as for Linear")
     ignored = any(matches(entry, HEAD) for entry in section.strings("ignore"))
-    return group, weights, not ignored and group_of(groups, HEAD) == names[0]
+    return group, weights, not ignored and groups_of(groups, [HEAD]) == names
 
 
 def _kind(part: HFConfig) -> str:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import AttentionSpec, LatentSpec
 from slipstream.nn.models.common import base_spec
-from slipstream.nn.models.module_lists import linear_modules
-from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.models.rope import without_query_scaling
 from slipstream.nn.rope_spec import RopeSpec
 from slipstream.nn.spec import DecoderSpec
@@ -28,16 +26,15 @@ LATENT_NAMES: Mapping[str, Name] = {
 
 
 def latent_parts(config: HFConfig) -> tuple[str, ...]:
-    """The linear layers of its attention that a method holds: all but kv_b."""
+    """The linear layers of its attention, as checkpoints store them."""
     queries = ("q_a", "q_b") if config.has("q_lora_rank") else ("q",)
-    return (*queries, "kv_a", "o")
+    return (*queries, "kv_a", "kv_b", "o")
 
 
 def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> DecoderSpec:
     """As base_spec, with latent attention. is_interleaved: neighbours are a pair of a position's rotation.
 
-    Raises ConfigError for biases, and for a kv_b_proj that is stored in a format of its own or with static scales of
-    its inputs.
+    Raises ConfigError for biases.
     """
     rope_dim, nope_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     if config.boolean("attention_bias", False):
@@ -47,14 +44,7 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
         raise config.error("qk_rope_head_dim", "must be even: features are rotated in pairs")
     spec = base_spec(of_rope, latent_parts(config), names, is_interleaved=is_interleaved)
     q_rank = config.integer("q_lora_rank") if config.has("q_lora_rank") else 0
-    latent = LatentSpec(
-        config.integer("kv_lora_rank"),
-        nope_dim,
-        rope_dim,
-        config.integer("v_head_dim"),
-        q_rank,
-        _has_plain_kv_b(config, names, spec),
-    )
+    latent = LatentSpec(config.integer("kv_lora_rank"), nope_dim, rope_dim, config.integer("v_head_dim"), q_rank)
     head_dim = nope_dim + rope_dim
 
     def change(own: AttentionSpec) -> AttentionSpec:
@@ -64,18 +54,6 @@ def latent_spec(config: HFConfig, names: Names, is_interleaved: bool) -> Decoder
         return replace(own, num_kv_heads=1, head_dim=head_dim, rope=rope, scale=scale, latent=latent)
 
     return spec.map_attention(change)
-
-
-def _has_plain_kv_b(config: HFConfig, names: Names, spec: DecoderSpec) -> bool:
-    """As LatentSpec.plain_kv_b."""
-    stored = read_stored_format(config, linear_modules(names, ("kv_b",), range(spec.num_layers)))
-    if stored is None:
-        return spec.stored_format is not None
-    if stored != spec.stored_format:
-        raise config.error("quantization_config", "stores kv_b_proj otherwise than the rest of attention")
-    if stored.static_inputs:
-        raise config.error("quantization_config", "stores scales of inputs, which kv_b_proj is not served with")
-    return False
 
 
 def _score_factor(config: HFConfig, rope: RopeSpec) -> float:

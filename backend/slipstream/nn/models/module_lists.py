@@ -21,34 +21,25 @@ def linear_modules(names: Names, parts: Sequence[str], layers: Iterable[int], nu
     return tuple(dict.fromkeys(tensor_name(names, part, layer) for layer in layers for part in every))
 
 
-def leaves_out(section: HFConfig, key: str, modules: Sequence[str], entries: Sequence[str] | None = None) -> bool:
-    """Whether the list under `key` leaves all of these modules unquantised; False: none of them.
-
-    entries: of that list, where it is none of strings. Raises ConfigError if it means some of the modules: one method
-    holds them all.
-    """
-    entries = section.strings(key) if entries is None else entries
-    left_out = [module for module in modules if any(matches(entry, module) for entry in entries)]
-    if left_out and len(left_out) < len(modules):
-        kept = next(module for module in modules if module not in left_out)
-        raise section.error(key, f"leaves {left_out[0]} unquantised, not {kept}; served are checkpoints of one format")
-    return bool(left_out)
-
-
 def matches(entry: str, module: str) -> bool:
     """Whether an entry of a list of modules means this one: "re:" and a pattern, a whole name, or components of one."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     if "*" in entry:
         return re.fullmatch(re.escape(entry).replace(r"\*", ".*"), module) is not None
-    return f".{entry}." in f".{module}."
+    return f".{entry.strip('.')}." in f".{module}."  # some lists end each entry with a dot
 
 
-def group_of(groups: HFConfig, module: str) -> str:
-    """The name of the config group (of compressed-tensors) whose targets mean this linear layer; "": none does.
+def groups_of(groups: HFConfig, modules: Iterable[str]) -> list[str]:
+    """The names of the config groups (of compressed-tensors) whose targets mean these linear layers; "": none does.
 
     A target that names modules comes before one of all linear layers.
     """
     targets = {name: section.strings("targets") for name in groups.values if (section := groups.section(name))}
-    named = (name for name, entries in targets.items() if any(matches(entry, module) for entry in entries))
-    return next(named, next((name for name, entries in targets.items() if LINEAR in entries), ""))
+    of_all = next((name for name, entries in targets.items() if LINEAR in entries), "")
+
+    def group_of(module: str) -> str:
+        named = (name for name, entries in targets.items() if any(matches(entry, module) for entry in entries))
+        return next(named, of_all)
+
+    return [group_of(module) for module in modules]

@@ -5,26 +5,33 @@ Whatever the served layers could not honour is refused here, by name, before any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.hf_config import QUANTIZATION, HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
-from slipstream.nn.models.module_lists import leaves_out
+from slipstream.nn.models.module_lists import groups_of, matches
 from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
 CHANNEL = -1  # as group_size: one group a row
 WEIGHT_SCALE, INPUT_SCALE = "weight_scale_inv", "activation_scale"  # as transformers calls them
 LEFT_OUT = "-:"  # before a pattern, in GPTQModel's rules
+RULES = "dynamic"  # which hold them
+LISTS = {  # of modules that are left unquantised
+    "awq": ("modules_to_not_convert",),
+    "fp8": ("modules_to_not_convert", "ignored_layers"),
+    "compressed-tensors": ("ignore",),
+    "modelopt": ("ignore", "exclude_modules"),
+}
 
 
 def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
-    """How the checkpoint stores these linear layers, which one method holds; None: not quantised.
+    """How the checkpoint stores those of these linear layers that it quantises, which one method holds; None: none.
 
-    Raises ConfigError for formats that are not served, and where some of the modules are stored otherwise than others.
+    Raises ConfigError for formats that are not served, and where some of them are quantised otherwise than others.
     """
-    section = config.section("quantization_config")
+    section = config.section(QUANTIZATION)
     if section is None:
         return None
     readers = {
@@ -35,7 +42,26 @@ def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat
         "modelopt": _read_modelopt,
         **CONFIG_READERS,
     }
-    return readers[section.choice("quant_method", tuple(readers))](section, modules)
+    read = readers[section.choice("quant_method", tuple(readers))]
+    left_out = modules_left_out(section, modules)
+    return read(section, [module for module in modules if module not in left_out])
+
+
+def modules_left_out(section: HFConfig, modules: Collection[str]) -> dict[str, str]:
+    """Which of these linear layers a quantization_config leaves unquantised, and by which of its fields."""
+    method = section.string("quant_method")
+    if method == "gptq":
+        lists = {RULES: _left_out_by_rules(section)}
+    else:
+        lists = {key: tuple(section.strings(key)) for key in LISTS.get(method, ())}
+    found: dict[str, str] = {}
+    for key, entries in lists.items():
+        found |= {module: key for module in modules if any(matches(entry, module) for entry in entries)}
+    groups = section.section("config_groups") if method == "compressed-tensors" else None
+    if groups is not None:
+        rest = [module for module in modules if module not in found]
+        found |= {module: "config_groups" for module, name in zip(rest, groups_of(groups, rest)) if not name}
+    return found
 
 
 def _read_awq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
@@ -45,7 +71,7 @@ def _read_awq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
         raise section.error("version", "not supported; accepted: gemm")
     if not section.boolean("zero_point", True):
         raise section.error("zero_point", "must be true")
-    if leaves_out(section, "modules_to_not_convert", modules):
+    if not modules:
         return None
     return StoredFormat("wint4", "group", packing="awq", group_size=_group_size(section), has_zeros=True)
 
@@ -54,7 +80,7 @@ def _read_gptq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None
     _require_four_bits(section)
     if section.boolean("is_marlin_format", False):
         raise section.error("is_marlin_format", "weights are packed for another engine's kernel; store them as gptq")
-    if leaves_out(section, "dynamic", modules, _left_out_by_rules(section)):
+    if not modules:
         return None
     key = "checkpoint_format" if section.has("checkpoint_format") else "format"
     return StoredFormat(
@@ -70,10 +96,10 @@ def _read_gptq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None
 
 def _left_out_by_rules(section: HFConfig) -> tuple[str, ...]:
     """Of GPTQModel's rules "-:pattern", which leave modules unquantised. Raises ConfigError for other rules."""
-    rules = section.values.get("dynamic") or {}
+    rules = section.values.get(RULES) or {}
     if not isinstance(rules, dict) or not all(rule.startswith(LEFT_OUT) for rule in rules):
         reason = f"gives modules formats of their own; accepted: rules {LEFT_OUT}pattern, of modules left unquantised"
-        raise section.error("dynamic", reason)
+        raise section.error(RULES, reason)
     return tuple(f"re:{rule.removeprefix(LEFT_OUT)}" for rule in rules)
 
 
@@ -96,7 +122,7 @@ def _read_fp8(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     """
     section.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     is_static = section.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
-    if any(leaves_out(section, key, modules) for key in ("modules_to_not_convert", "ignored_layers")):
+    if not modules:
         return None
     if not section.has("weight_block_size"):
         stored = StoredFormat("fp8", "tensor", static_inputs=is_static)
@@ -108,11 +134,9 @@ def _read_fp8(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
 
 
 def _read_compressed_tensors(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
-    return None if leaves_out(section, "ignore", modules) else read_compressed_tensors(section, modules)
+    return read_compressed_tensors(section, modules) if modules else None
 
 
 def _read_modelopt(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     section.choice("quant_algo", ("FP8",))
-    if any(leaves_out(section, key, modules) for key in ("ignore", "exclude_modules")):
-        return None
-    return StoredFormat("fp8", "tensor", static_inputs=True)
+    return StoredFormat("fp8", "tensor", static_inputs=True) if modules else None
