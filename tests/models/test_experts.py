@@ -142,6 +142,8 @@ def test_blocks_lie_within_an_expert(tmp_path: Path) -> None:
     narrow = make_mixtral(tmp_path, intermediate_size=320)
     with pytest.raises(ConfigError, match=r"block_wise_fp8': .*gate\.0.* has 320 outputs, not a multiple of 128"):
         load(narrow, quantization="block_wise_fp8", load_format="dummy")
+    with pytest.raises(ConfigError, match="=128: down of 4 experts has 320 inputs, not a multiple of 128"):
+        load(narrow, quantization="wint4", quantization_group_size=128, load_format="dummy")
 
 
 def test_wishes_that_cannot_be_served(full: Path, tmp_path: Path) -> None:

@@ -49,6 +49,12 @@ class LinearSpec:
         return sum(rows for _, rows in self.parts)
 
     @property
+    def title(self) -> str:
+        """Its parts' names for a message, those of experts once for all."""
+        names = ", ".join(dict.fromkeys(name.partition(".")[0] for name, _ in self.parts))
+        return f"{names} of {self.num_experts} experts" if self.num_experts else names
+
+    @property
     def num_weights(self) -> int:
         """Without biases."""
         return self.out_features * self.in_features

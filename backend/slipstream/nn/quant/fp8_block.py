@@ -74,8 +74,9 @@ class BlockWiseFp8(QuantMethod):
 def _require_whole_blocks(spec: LinearSpec) -> None:
     """A block must lie within one part (the last may end inside a block). Raises ConfigError that names the part."""
     if spec.in_features % BLOCK:
-        names = ", ".join(name for name, _ in spec.parts)
-        raise ConfigError("quantization", METHOD, f"{names} has {spec.in_features} inputs, not a multiple of {BLOCK}")
+        raise ConfigError(
+            "quantization", METHOD, f"{spec.title} has {spec.in_features} inputs, not a multiple of {BLOCK}"
+        )
     for name, rows in spec.parts[:-1]:
         if rows % BLOCK:
             raise ConfigError("quantization", METHOD, f"{name} has {rows} outputs, not a multiple of {BLOCK}")

@@ -168,10 +168,9 @@ class Int4(QuantMethod):
         weights[ORDER] = weights[ORDER][:, start:stop]
 
     def _require_whole_groups(self, spec: LinearSpec) -> None:
-        names = ", ".join(name for name, _ in spec.parts)
         if (self.group_size and spec.in_features % self.group_size) or spec.in_features % CODES_PER_WORD:
             unit = self.group_size or CODES_PER_WORD
-            reason = f"{names} has {spec.in_features} inputs, not a multiple of {unit}{_fitting(spec.in_features)}"
+            reason = f"{spec.title} has {spec.in_features} inputs, not a multiple of {unit}{_fitting(spec.in_features)}"
             raise ConfigError("quantization_group_size", self.group_size, reason)
         for name, rows in spec.parts:
             if self.stored is not None and rows % CODES_PER_WORD:
