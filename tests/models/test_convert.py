@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,44 +17,22 @@ from slipstream import LLM
 from slipstream.cli import main
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.convert import pickled, pieces, sentencepiece_model, tiktoken_ranks, tokenizer
+from slipstream.nn.convert import pickled, pieces, sentencepiece_model, tokenizer
 from slipstream.nn.convert.folder import convert_folder
 from slipstream.nn.convert.tokenizer import CHATGLM2_TOKENS, CHATGLM3_ROLES
 from slipstream.nn.load import load_model
 from slipstream.server.chat_template import load_template
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from tiny_checkpoints import TinyCheckpoint, make_checkpoint, relative_error
-from toy_tokenizers import TEXTS, byte_level
+from tokenizer_texts import COMBINING, HARD_TEXTS, random_texts, write_ranks
+from toy_tokenizers import TEXTS
 from transformers import PreTrainedTokenizerFast
 
-COMBINING = "e\u0301\u0327"  # by NFKC, the marks change places: the map of `tokenizers` does not see them together
-HARD_TEXTS = [
-    *TEXTS[:6],
-    "",
-    " ",
-    "   three   spaces   ",
-    "\n\n\tdef f(x):\r\n        return x  \n",
-    "<s></s><unk> <0x41> ▁▁ literal",
-    "a" * 70,
-    "1234567890 3.14 -1e-9 １２３",
-    "don't we'll I'M THEY'RE",
-    "\u00a0no-break\u2009thin\u200bzero \ufeffbom",
-    "Ǆ ﬁ ① ㍿ ℡",
-    COMBINING,
-    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 👩‍👩‍👧‍👦 🏳️‍🌈 \U0010ffff",
-    "مرحبا שלום नमस्ते สวัสดี こんにちは 안녕",
-]
 TALK = [
     {"role": "user", "content": "The fox"},
     {"role": "assistant", "content": "yes"},
     {"role": "user", "content": "x"},
 ]
-
-
-def random_texts(count: int) -> list[str]:
-    generator = random.Random(5)
-    alphabet = "abcdefgThe quick  \n\t.,!?0123äß你好éЖ▁🏳<>s/" + "".join(TEXTS[:6])
-    return ["".join(generator.choices(alphabet, k=generator.randrange(1, 40))) for _ in range(count)]
 
 
 # ---------------------------------------------------------------- sentencepiece
@@ -193,50 +170,6 @@ def test_chatglms_tokens_follow_its_pieces(generation: int, tmp_path: Path) -> N
         assert ids == [gmask, sop, *theirs.encode(question)]
 
 
-# ---------------------------------------------------------------- tiktoken
-
-
-def write_ranks(file: Path) -> dict[bytes, int]:
-    """A vocabulary whose tokens are ordered as they were merged."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    to_byte = {char: byte for byte, char in bytes_to_unicode().items()}
-    added = set(byte_level().get_added_tokens_decoder())
-    vocabulary = sorted(
-        (token_id, text) for text, token_id in byte_level().get_vocab().items() if token_id not in added
-    )
-    tokens = [bytes(to_byte[char] for char in text) for _, text in vocabulary]
-    file.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
-    return {token: rank for rank, token in enumerate(tokens)}
-
-
-@pytest.mark.parametrize("model_type", tiktoken_ranks.PATTERNS)
-def test_ids_are_tiktokens_own(model_type: str, tmp_path: Path) -> None:
-    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
-    ranks = write_ranks(tmp_path / ("tokenizer.model" if model_type == "chatglm" else "qwen.tiktoken"))
-    architecture = "ChatGLMModel" if model_type == "chatglm" else "QWenLMHeadModel"
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
-    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
-    if model_type == "chatglm":
-        special = {token: index for index, token in enumerate(("<|endoftext|>", "[MASK]", "[gMASK]", "<sop>"))}
-        decoder = {str(len(ranks) + index): {"content": token, "special": True} for token, index in special.items()}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
-    convert_folder(tmp_path, tmp_path / "made")
-    ours = TextTokenizer.load(tmp_path / "made")
-    special = {token: len(ranks) + index for token, index in special.items()}
-    theirs = tiktoken.Encoding("x", pat_str=tiktoken_ranks.PATTERNS[model_type], mergeable_ranks=ranks,
-                               special_tokens=special)  # fmt: skip
-    for text in [*HARD_TEXTS, *random_texts(400)]:
-        ids = theirs.encode_ordinary(text)
-        assert ours.encode(text, False) == ids, text
-        assert ours.decode(ids, False) == theirs.decode(ids)
-    for token, token_id in special.items():
-        assert ours.encode(token, False) == [token_id] == theirs.encode(token, allowed_special="all")
-    front = [special["[gMASK]"], special["<sop>"]] if model_type == "chatglm" else []
-    assert ours.encode("fox") == [*front, *theirs.encode("fox")]
-
-
 # ---------------------------------------------------------------- refused by reason
 
 
@@ -347,7 +280,7 @@ def test_ranks_that_are_none(text: bytes, named: str, tmp_path: Path) -> None:
 
 def test_tokenizers_that_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_ranks(tmp_path / "tokenizer.model")
-    refused(tmp_path, "model_type None of config.json has no known pattern; accepted: chatglm, qwen")
+    refused(tmp_path, "model_type None of config.json has no known pattern; accepted: chatglm, qwen, kimi_k2")
     (tmp_path / "tokenizer.model").write_bytes(b"\xff\xff\xff no model")
     refused(tmp_path, "neither sentencepiece's nor tiktoken's format")
     monkeypatch.setattr(tokenizer, "TOKENIZER_BYTES", 10)

@@ -131,7 +131,7 @@ def _convert(path: Path) -> Tokenizer:
     accepted = "a folder with tokenizer.json (or a tokenizer that transformers can convert), or the file itself"
     if not path.is_dir():
         raise ConfigError("tokenizer", str(path), f"not found; accepted: {accepted}")
-    if (path / "tokenizer.model").is_file() or any(path.glob("*.tiktoken")):
+    if any((path / name).is_file() for name in ("tokenizer.model", "tiktoken.model")) or any(path.glob("*.tiktoken")):
         once = f"`slipstream convert {path} OUTPUT` writes tokenizer.json once"
         raise ConfigError("tokenizer", str(path), f"the tokenizer is in the form of sentencepiece or tiktoken: {once}")
     if not any(path.glob("*token*")) and not any(path.glob("vocab.*")):

@@ -25,7 +25,7 @@ def convert_folder(folder: Path, output: Path) -> None:
     has_tokenizer = has_tokenizer_to_convert(folder)
     config = read_json_if_there(folder / "config.json")
     if not pickled and not has_tokenizer:
-        accepted = "pytorch_model.bin, or tokenizer.model or *.tiktoken without tokenizer.json"
+        accepted = "pytorch_model.bin, or tokenizer.model, tiktoken.model or *.tiktoken without tokenizer.json"
         raise ConfigError("model", str(folder), f"nothing to convert in it; accepted: a folder with {accepted}")
     if config and not weights and not pickled:
         accepted = "*.safetensors, pytorch_model.bin or pytorch_model.bin.index.json with its files"

@@ -21,16 +21,37 @@ MAX_RANKS = 1 << 20
 MAX_TOKEN_BYTES = 512
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# model_type of config.json -> pattern: GLM-4's tokenization_chatglm.py, Qwen's tokenization_qwen.py
-PATTERNS = {"chatglm": rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}", "qwen": rf"{_WORDS}|\p{{N}}|{_MARKS}"}
+_LARGE, _SMALL = (rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_ENDS, _BEFORE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
+_KIMI_WORDS = rf"[\p{{Han}}]+|{_BEFORE}{_LARGE}*{_SMALL}+{_ENDS}|{_BEFORE}{_LARGE}+{_SMALL}*{_ENDS}"
+KIMI = "kimi_k2"
+# model_type of config.json -> pattern: of tokenization_chatglm.py (GLM-4), tokenization_qwen.py, tokenization_kimi.py
+PATTERNS = {
+    "chatglm": rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}",
+    "qwen": rf"{_WORDS}|\p{{N}}|{_MARKS}",
+    KIMI: rf"{_KIMI_WORDS}|\p{{N}}{{1,3}}|{_MARKS}",
+}
+MOONSHOT_CODE = ("tokenization_kimi.", "tokenization_moonshot.")  # of one tokenizer, under several model_types
+NUM_KIMI_TOKENS = 256  # behind the ranks, of which tokenizer_config.json names some
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205)))
 
 
-def read(file: Path, config: Mapping[str, Any], added: dict[int, AddedToken]) -> Tokenizer:
-    """added: special tokens by id; Qwen's, which are in its code alone, are put into it. Raises ConfigError."""
+def model_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
+    """Under which name of PATTERNS a tokenizer is, if it is known. settings: tokenizer_config.json."""
+    auto_map = settings.get("auto_map")
+    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    if any(str(part).startswith(MOONSHOT_CODE) for part in (code if isinstance(code, list) else [code])):
+        return KIMI
+    return config.get("model_type")
+
+
+def read(file: Path, model_type: str | None, added: dict[int, AddedToken]) -> Tokenizer:
+    """model_type: as model_of has it. added: special tokens by id; those in the model's code alone are put into it.
+
+    Raises ConfigError.
+    """
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    model_type = config.get("model_type")
     if model_type not in PATTERNS:
         reason = f"model_type {model_type!r} of config.json has no known pattern; accepted: {', '.join(PATTERNS)}"
         raise ConfigError("tokenizer", str(file), reason)
@@ -40,6 +61,9 @@ def read(file: Path, config: Mapping[str, Any], added: dict[int, AddedToken]) ->
             len(ranks) + index: AddedToken(text, special=True, normalized=False)
             for index, text in enumerate(QWEN_TOKENS)
         }
+    if model_type == KIMI:
+        for token_id in range(len(ranks), len(ranks) + NUM_KIMI_TOKENS):
+            added.setdefault(token_id, AddedToken(f"<|reserved_token_{token_id}|>", special=True, normalized=False))
     special = [token.content for _, token in sorted(added.items())]
 
     class Converter(TikTokenConverter):

@@ -1,4 +1,4 @@
-"""tokenizer.model (sentencepiece or tiktoken) and *.tiktoken -> tokenizer.json, tokenizer_config.json, chat template.
+"""tokenizer.model (sentencepiece or tiktoken), tiktoken.model and *.tiktoken -> tokenizer.json and its config.
 
 Python files of the folder are never run. Every id of the result is the one that the folder says; a contradiction is a
 ConfigError, as another id would be another word, silently.
@@ -68,7 +68,8 @@ def convert_tokenizer(path: Path, output: Path) -> None:
     added = _added_tokens(folder)
     names: dict[str, str] = {}
     if _is_tiktoken(source):
-        tokenizer = tiktoken_ranks.read(source, folder.config, added)
+        model_type = tiktoken_ranks.model_of(folder.config, folder.settings)
+        tokenizer = tiktoken_ranks.read(source, model_type, added)
     else:
         if folder.is_chatglm:
             added = _with_chatglm(folder, added, sentencepiece_model.num_pieces(source))
@@ -87,7 +88,7 @@ def convert_tokenizer(path: Path, output: Path) -> None:
 
 
 def _source(path: Path) -> Path | None:
-    files = [path / "tokenizer.model", *sorted(path.glob("*.tiktoken"))]
+    files = [path / "tokenizer.model", path / "tiktoken.model", *sorted(path.glob("*.tiktoken"))]
     return next((file for file in files if file.is_file()), None)
 
 
