@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from slipstream.core.config import ModelConfig
 from slipstream.nn.load import load_model
 from tiny_checkpoints import TinyCheckpoint, draw, make_checkpoint, relative_error
+from tiny_variants import SIZES, VARIANTS
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 
@@ -67,3 +69,13 @@ def test_the_activation_of_a_hybrid_s_only_mlp(activation: str, tmp_path: Path) 
 def test_a_hybrid_without_positions(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("granite-hybrid", tmp_path, position_embedding_type="nope")
     assert error_of(checkpoint) < 1e-4
+
+
+def test_the_rotated_part_of_minimax_is_its_factor_where_that_is_stated(tmp_path: Path) -> None:
+    """transformers 4's spelling, in which rotary_dim says another part: Hugging Face's class passes over it."""
+    config = MiniMaxM2Config(**{**SIZES, **VARIANTS["minimax-m2"][1], "rotary_dim": 8}, partial_rotary_factor=0.25)
+    config.architectures = ["MiniMaxM2ForCausalLM"]
+    model = draw(MiniMaxM2ForCausalLM(config).eval())
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_parameters=None, rope_theta=5e6, partial_rotary_factor=0.25, rotary_dim=8)
+    assert error_of(TinyCheckpoint(tmp_path, model)) < 1e-4

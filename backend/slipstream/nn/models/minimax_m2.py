@@ -26,7 +26,7 @@ def read_spec(config: HFConfig) -> DecoderSpec:
             raise config.error(key, "must be true")
     if config.has("attn_type_list") and set(config.integers("attn_type_list")) != {1}:
         raise config.error("attn_type_list", "must be of ones: layers of linear attention are not served")
-    if config.has("rotary_dim"):
+    if config.has("rotary_dim") and not config.has("partial_rotary_factor"):
         part = config.integer("rotary_dim") / config.integer("head_dim")
         config = config.with_values(partial_rotary_factor=part)
     config = config.with_defaults(rope_theta=5_000_000.0)
