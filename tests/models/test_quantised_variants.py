@@ -27,6 +27,8 @@ TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
 STATIC = {**TOKEN, "strategy": "tensor", "dynamic": False}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+GROUPS = {**TOKEN, "strategy": "group", "group_size": 128}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -48,6 +50,13 @@ SERVED = {
     "DeepSeek-V3 GPTQ": ("DeepSeek-V3", {**GPTQ, "desc_act": True}, "wint4"),
     "GLM-4.7-Flash w4a16, kv_b_proj left out": (
         "GLM-4.7-Flash", compressed("pack-quantized", INT4, ignore=["lm_head", "re:.*kv_b_proj$"]), "wint4"
+    ),
+    "Kimi-K2.6-FP8-BLOCK": (
+        "DeepSeek-V3",
+        compressed("float-quantized", BLOCKS, GROUPS, ignore=[
+            "re:.*mlp.gate$", "re:.*lm_head", "re:.*kv_a_proj_with_mqa$", "re:.*q_a_proj$", "re:.*norm$"
+        ]),
+        "block_wise_fp8",
     ),
     "Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": ("Qwen1.5-MoE-A2.7B", GPTQ, "wint4"),
     "int4 of groups of 32, as Kimi K2.5's": (
@@ -117,10 +126,16 @@ def test_the_method_that_serves_it(variant: str, tmp_path: Path) -> None:
     assert spec.num_parameters == PUBLISHED[model][1]
 
 
-def test_experts_alone_as_kimi_k2_thinking_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"])
+def test_experts_alone_as_kimi_has_them(architecture: str, tmp_path: Path) -> None:
+    """K2 Thinking, and K2.5 that also sees, whose text_config says so."""
     left_out = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
     experts = compressed("pack-quantized", {**INT4, "group_size": 32, "actorder": None}, ignore=left_out)
-    spec = read_spec(write(tmp_path, "DeepSeek-V3", experts))
+    write(tmp_path, "DeepSeek-V3", experts)
+    if architecture.startswith("Kimi"):
+        whole = {"architectures": [architecture], "text_config": json.loads((tmp_path / "config.json").read_text())}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+    spec = read_spec(tmp_path)
     assert spec.stored_format is None and {layer.plain for layer in spec.layers} == {frozenset()}
     assert spec.expert_format is not None and (spec.expert_format.method, spec.expert_format.group_size) == (
         "wint4",

@@ -41,6 +41,10 @@ _SYSTEM_FIRST = (  # Gemma, Llama 2 and Mixtral have no role for it: it stands b
 CHATML = (
     f"{_EACH}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{_END}{_ASKED}<|im_start|>assistant\n{_DONE}"
 )
+KIMI = (
+    f"{_EACH}<|im_{{{{ m.role }}}}|>{{{{ m.role }}}}<|im_middle|>{{{{ m.content }}}}<|im_end|>{_END}"
+    f"{_ASKED}<|im_assistant|>assistant<|im_middle|>{_DONE}"
+)
 LLAMA3 = (
     "{{ bos_token }}" + _EACH + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
     f"{_END}{_ASKED}<|start_header_id|>assistant<|end_header_id|>\n\n{_DONE}"
@@ -162,6 +166,7 @@ _ERNIE_MARKERS = ("<|begin_of_sentence|>", "<|end_of_sentence|>")
 _EXAONE_MARKERS = ("[BOS]", "[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]", "<think>", "</think>")
 _HUNYUAN_MARKERS = ("<|startoftext|>", "<|extra_0|>", "<|extra_4|>", "<|eos|>")
 _GRANITE_MARKERS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
+_KIMI_MARKERS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 _BOS_R1 = "<｜begin▁of▁sentence｜>"
 
 FAMILIES: dict[str, ChatFamily] = {
@@ -219,6 +224,7 @@ FAMILIES: dict[str, ChatFamily] = {
         )
         for name, variant in (("deepseek-v2-lite", "deepseek-v2-lite"), ("deepseek-r1", "deepseek-v3"))
     },
+    "kimi-k2.5": ChatFamily("kimi-seeing", KIMI, _KIMI_MARKERS, ("<|im_end|>", "[EOS]"), bos="[BOS]"),
     "gemma-7b": ChatFamily("gemma", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
     "gemma-2": ChatFamily("gemma2", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
     "gemma-3-1b": ChatFamily("gemma3", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>",

@@ -135,31 +135,30 @@ def mimo(path: Path, model: PreTrainedModel) -> None:
     rewrite(path, lambda stored: {**stored, "model.mtp_layers.0.input_proj.weight": torch.ones(4, 8)}, dict)
 
 
-def seeing(path: Path, model: PreTrainedModel) -> None:
-    """As part of a model with eyes: Gemma's as published, Mistral's as transformers 5 saves it."""
-    is_gemma = "Gemma3" in type(model).__name__
+def seeing(architecture: str, is_published: bool, projector: str) -> Callable[[Path, PreTrainedModel], None]:
+    """As part of a model with eyes: as published, or as transformers 5 saves it."""
 
     def tensors(stored: Tensors) -> Tensors:
-        renamed = {"vision_tower.embeddings.weight": torch.ones(2, 2), "model.multi_modal_projector.w": torch.ones(2)}
+        renamed = {"vision_tower.embeddings.weight": torch.ones(2, 2), f"{projector}.w": torch.ones(2)}
         for name, tensor in stored.items():
             inner = name.replace("model.", "model.language_model.", 1) if not name.startswith("lm_head") else name
-            renamed[f"language_model.{name}" if is_gemma else inner] = tensor
+            renamed[f"language_model.{name}" if is_published else inner] = tensor
         return renamed
 
     def config(values: dict) -> dict:
-        architecture = f"{'Gemma3' if is_gemma else 'Mistral3'}ForConditionalGeneration"
         return {"architectures": [architecture], "text_config": values, "vision_config": {}, "dtype": "float32"}
 
-    rewrite(path, tensors, config)
+    return lambda path, model: rewrite(path, tensors, config)
 
 
 LAYOUTS: dict[str, Callable[[Path, PreTrainedModel], None]] = {
     "baichuan": baichuan,
     "baichuan-alibi": baichuan_alibi,
     "chatglm": chatglm,
-    "gemma3-seeing": seeing,
+    "gemma3-seeing": seeing("Gemma3ForConditionalGeneration", True, "model.multi_modal_projector"),
     "glm4-moe": with_draft_layer,
     "internlm3": renamed("InternLM3ForCausalLM"),
     "mimo": mimo,
-    "mistral-seeing": seeing,
+    "kimi-seeing": seeing("KimiK25ForConditionalGeneration", True, "mm_projector"),
+    "mistral-seeing": seeing("Mistral3ForConditionalGeneration", False, "model.multi_modal_projector"),
 }

@@ -43,6 +43,7 @@ CLASSES = {  # of the config and the model, by their names in transformers, whos
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "gemma3-seeing": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "kimi-seeing": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "mistral-seeing": ("MistralConfig", "MistralForCausalLM"),
     "glm": ("GlmConfig", "GlmForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
@@ -246,6 +247,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
          "num_hidden_layers": 4, "rope_parameters": LAYER_ROPES},
     ),
     "gemma3-seeing": ("gemma3-seeing", {"head_dim": 8, "sliding_window": 9, "layer_types": None}),
+    "kimi-seeing": (
+        "kimi-seeing",
+        {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=1.0, beta_slow=1.0, mscale=1.0,
+                 mscale_all_dim=1.0)},
+    ),
     "mistral-seeing": ("mistral-seeing", {"sliding_window": None, "head_dim": 16}),
     "gpt-oss": (
         "gpt-oss",

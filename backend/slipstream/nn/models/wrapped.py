@@ -1,6 +1,6 @@
 """The text of models that also see: their text_config, and their tensors under a prefix. Images are not served.
 
-Gemma 3 from 4B on, Mistral Small 3.1 and 3.2 and Ministral 3 are published so.
+Gemma 3 from 4B on, Mistral Small 3.1 and 3.2, Ministral 3, Kimi K2.5 and K2.6 are published so.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.nn.hf_config import DTYPE_KEYS, QUANTIZATION, HFConfig
-from slipstream.nn.models import gemma3, mistral
+from slipstream.nn.models import deepseek, gemma3, mistral
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
@@ -18,7 +18,9 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 OTHER_PARTS = tuple(
-    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "mm_projector")
 )
 OF_THE_WHOLE = ("architectures", *DTYPE_KEYS, "eos_token_id", "bos_token_id", QUANTIZATION)
 GEMMA3_DEFAULTS = {  # what Gemma's text_config leaves out: those of transformers' Gemma3TextConfig
@@ -50,9 +52,15 @@ def read_mistral3(config: HFConfig) -> DecoderSpec:
     return mistral.read_ministral3(text) if is_ministral3 else mistral.read_spec(text)
 
 
+def read_kimi(config: HFConfig) -> DecoderSpec:
+    return deepseek.read_v3(text_of(config))
+
+
 for architecture, reader, names in (
     ("Gemma3ForConditionalGeneration", read_gemma3, gemma3.NAMES),
     ("Mistral3ForConditionalGeneration", read_mistral3, LLAMA_NAMES),
+    ("KimiK25ForConditionalGeneration", read_kimi, deepseek.V3_NAMES),
+    ("Kimi_K25ForConditionalGeneration", read_kimi, deepseek.V3_NAMES),  # as transformers calls it
 ):
     made = Family(reader, names, ignored_prefixes=OTHER_PARTS, prefixes=PREFIXES)
     FAMILIES.register(architecture)(made)
