@@ -143,6 +143,20 @@ def test_experts_alone_as_kimi_has_them(architecture: str, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("form", ["{}", "re:{}$"])
+def test_names_of_modules_in_models_that_also_see(prefix: str, form: str, tmp_path: Path) -> None:
+    """As llm-compressor lists them: by their whole names, the head's too."""
+    left_out = [form.format(f"{prefix}layers.{layer}.mlp.down_proj") for layer in range(40)]
+    fp8 = compressed("float-quantized", FP8, TOKEN, ignore=[*left_out, "language_model.lm_head", "re:vision_tower.*"])
+    text = PUBLISHED["Mistral-Small-24B-Instruct-2501"][0]
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "quantization_config": fp8}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    spec = read_spec(tmp_path)
+    assert {layer.plain for layer in spec.layers} == {frozenset({"down"})}
+    assert spec.stored_format is not None and not spec.stored_format.quantized_head
+
+
 @pytest.mark.parametrize("variant", REFUSED)
 def test_the_reason_why_none_does(variant: str, tmp_path: Path) -> None:
     model, quantization, reason = REFUSED[variant]

@@ -10,6 +10,7 @@ from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.stored_names import Names, tensor_name
 
 HEAD = tensor_name(LLAMA_NAMES, "lm_head", 0)
+TEXT_MODEL = "language_model"
 LINEAR = "Linear"  # every linear layer, as a target
 ATTENTION_PARTS = ("q", "k", "v", "o")
 MLP_PARTS = ("gate", "up", "down")
@@ -22,7 +23,17 @@ def linear_modules(names: Names, parts: Sequence[str], layers: Iterable[int], nu
 
 
 def matches(entry: str, module: str) -> bool:
-    """Whether an entry of a list of modules means this one: "re:" and a pattern, a whole name, or components of one."""
+    """Whether an entry of a list of modules means this one: "re:" and a pattern, a whole name, or components of one.
+
+    Models that also see may call it language_model.model.… or model.language_model.…, and their head likewise.
+    """
+    if TEXT_MODEL not in entry:
+        return _matches(entry, module)
+    names = (module, f"{TEXT_MODEL}.{module}", module.replace("model.", f"model.{TEXT_MODEL}.", 1))
+    return any(_matches(entry, name) for name in names)
+
+
+def _matches(entry: str, module: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     if "*" in entry:
