@@ -104,6 +104,14 @@ REFUSED = {
     "GPTQ with dynamic rules": (
         "Qwen3-30B-A3B", {**GPTQ, "dynamic": {"+:.*down_proj": {"bits": 8}}}, "dynamic=.*formats of their own"
     ),
+    "a list with what is no pattern": (
+        R1, compressed("pack-quantized", INT4, ignore=["re:["]), r"ignore=.* 're:.*' is not a regular expression"
+    ),
+    "a target that is no pattern": (
+        R1, {**compressed("pack-quantized", INT4), "config_groups": {"group_0": {"targets": ["re:("]}}},
+        r"group_0 targets=\['re:\('\]: .* is not a regular expression: missing \)",
+    ),
+    "a rule that is no pattern": (R1, {**GPTQ, "dynamic": {"-:(": {}}}, "dynamic=.* is not a regular expression"),
     "AWQ for GEMV": (R1, {**AWQ, "version": "gemv"}, "version='gemv': not supported; accepted: gemm"),
     "auto-round": (R1, {"quant_method": "auto-round", "bits": 4}, "quant_method='auto-round': not supported"),
     "HQQ": (R1, {"quant_method": "hqq"}, "quant_method='hqq': not supported"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec, read_spec
 from tiny_checkpoints import make_checkpoint, selection_biases
 from tiny_variants import VARIANTS
@@ -72,6 +73,14 @@ def test_context_at_which_attention_costs_as_much_as_the_products(tmp_path: Path
 def test_eos_may_be_one_id_a_list_or_absent(tmp_path: Path) -> None:
     assert spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": 7}).eos_token_ids == (7,)
     assert spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("wrong", ["</s>", [7, [8]], 7.0])
+def test_an_end_that_is_no_id_is_named_with_its_file(wrong: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^generation_config\.json eos_token_id=.*: must be a token id or a list"):
+        spec_of(tmp_path, LLAMA_3_8B, {"eos_token_id": wrong})
+    with pytest.raises(ConfigError, match=r"^config\.json eos_token_id=.*: must be a token id or a list"):
+        spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": wrong}, {"eos_token_id": 7})
 
 
 @pytest.mark.parametrize(

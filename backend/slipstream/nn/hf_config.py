@@ -146,10 +146,11 @@ class HFConfig:
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id or a list of ids, merged from both config files without duplicates."""
         found: dict[int, None] = {}
-        for value in (self.generation.get(key), self._get(key, None)):
+        for source in (HFConfig("generation_config.json", self.generation), self):
+            value = source._get(key, None)
             for item in value if isinstance(value, list) else [] if value is None else [value]:
                 if isinstance(item, bool) or not isinstance(item, int):
-                    raise self.error(key, "must be a token id or a list of token ids")
+                    raise source.error(key, "must be a token id or a list of token ids")
                 found[item] = None
         return tuple(found)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from slipstream.nn.hf_config import QUANTIZATION, HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
-from slipstream.nn.models.module_lists import groups_of, matches
+from slipstream.nn.models.module_lists import PATTERN, check_patterns, entries_of, groups_of, matches
 from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
@@ -53,7 +53,7 @@ def modules_left_out(section: HFConfig, modules: Collection[str]) -> dict[str, s
     if method == "gptq":
         lists = {RULES: _left_out_by_rules(section)}
     else:
-        lists = {key: tuple(section.strings(key)) for key in LISTS.get(method, ())}
+        lists = {key: tuple(entries_of(section, key)) for key in LISTS.get(method, ())}
     found: dict[str, str] = {}
     for key, entries in lists.items():
         found |= {module: key for module in modules if any(matches(entry, module) for entry in entries)}
@@ -100,7 +100,9 @@ def _left_out_by_rules(section: HFConfig) -> tuple[str, ...]:
     if not isinstance(rules, dict) or not all(rule.startswith(LEFT_OUT) for rule in rules):
         reason = f"gives modules formats of their own; accepted: rules {LEFT_OUT}pattern, of modules left unquantised"
         raise section.error(RULES, reason)
-    return tuple(f"re:{rule.removeprefix(LEFT_OUT)}" for rule in rules)
+    patterns = tuple(f"{PATTERN}{rule.removeprefix(LEFT_OUT)}" for rule in rules)
+    check_patterns(section, RULES, patterns)
+    return patterns
 
 
 def _require_four_bits(section: HFConfig) -> None:
