@@ -298,7 +298,17 @@ def test_several_mtp_modules_are_behind_the_model(full: Path, tmp_path: Path) ->
         load(tmp_path / "two")
 
 
-def test_static_scales_of_inputs_are_refused(full: Path, tmp_path: Path) -> None:
-    static = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": KEPT}
-    with pytest.raises(ConfigError, match="stores scales of inputs"):
-        load(store(full, tmp_path, static, lambda tensors: tensors))
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_static_scale_of_an_up_projection_s_inputs_has_no_use(
+    full: Path, tmp_path: Path, is_deterministic: bool
+) -> None:
+    """As AutoFP8 stores DeepSeek-Coder-V2-Lite: a scale of the inputs of every linear layer, kv_b_proj's too."""
+    static = {**STATIC, "ignored_layers": KEPT}
+    held: Tensors = {}
+    folder = store(full, tmp_path / "stored", static, lambda tensors: held.update(fp8("tensor", static=True)(tensors)))
+    of_held = load(store(full, tmp_path / "held", {}, lambda tensors: tensors.update(held)))
+    decoder = load(folder, deterministic=is_deterministic)
+    assert rms_error(logits(decoder), logits(of_held)) < 0.15
+    for ours, theirs in zip(decoder.layers, of_held.layers):
+        assert isinstance(ours.attention, LatentAttention) and isinstance(theirs.attention, LatentAttention)
+        torch.testing.assert_close(ours.attention.kv_b.matrix, theirs.attention.kv_b.matrix, rtol=1e-5, atol=1e-6)

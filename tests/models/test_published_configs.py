@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from published_configs import LLAMA3, PUBLISHED, STATIC_FP8, YARN, config
+from published_configs import LLAMA3, PUBLISHED, YARN, config
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import read_spec
 
@@ -84,7 +84,6 @@ def test_what_a_config_leaves_out_is_what_hugging_face_takes(
         ("DeepSeek-V2-Lite", {"attention_bias": True}, "attention_bias=True: must be false"),
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("DeepSeek-V3", {"moe_layer_freq": 0}, "moe_layer_freq=0: must be an integer of at least 1"),
-        ("DeepSeek-V3", {"quantization_config": STATIC_FP8}, "stores scales of inputs"),
         ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=.*must be 47 of"),
         ("Baichuan2-13B-Chat", {"max_position_embeddings": 4096}, "hidden_size=5120: is that of a model with ALiBi"),
         ("chatglm3-6b", {"rmsnorm": False}, "rmsnorm=False: must be true"),

@@ -14,7 +14,6 @@ LATENT_FLASH = {**LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256}
 DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
                  "original_max_position_embeddings": 4096}  # fmt: skip
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 
 
 def config(architecture: str, *sizes: int, **fields: object) -> dict[str, object]:

@@ -22,6 +22,7 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import AttentionSpec, LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
+from slipstream.nn.quant.method import READERS
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.vector import Vector
 from slipstream.nn.weight_slot import WeightSlot
@@ -34,12 +35,16 @@ class UpProjection:
     """The matrix from latents to keys and values of all heads, in the model's dtype however the checkpoint stores it.
 
     It is multiplied from both sides, which no quantised product serves. One that is stored quantised is loaded as any
-    other linear layer and multiplied by the identity, layer by layer.
+    other linear layer and multiplied by the identity, layer by layer. A stored scale of its inputs has no use.
     """
 
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
-        is_quantized = context.method_of(spec).stored is not None
-        self._whole, self._context = spec, context if is_quantized else context.of_plain
+        stored = context.method_of(spec).stored
+        self._whole, self._context = spec, context if stored is not None else context.of_plain
+        self._unused = ""  # suffix of a stored tensor
+        if stored is not None and stored.static_inputs:
+            self._unused = stored.input_scale_name
+            self._context = replace(context, method=READERS[stored.method](replace(stored, static_inputs=False)))
         self.spec = spec.of_rank(context.parallel)
         shape = (self.spec.out_features, self.spec.in_features)
         self.matrix = torch.empty(shape, device=context.device, dtype=context.dtype)
@@ -54,6 +59,8 @@ class UpProjection:
         shapes = Linear(self._whole, replace(self._context, device=_META, stands_for=self._context.computes_on))
         for part, suffix, slot in shapes.slots():
             yield part, suffix, replace(slot, load=partial(self._load, suffix))
+            if self._unused and suffix == "weight":
+                yield part, self._unused, WeightSlot((1,), lambda _: None, is_optional=True)
 
     def _load(self, suffix: str, tensor: Tensor) -> None:
         linear = self._loading = self._loading or Linear(self._whole, self._context)

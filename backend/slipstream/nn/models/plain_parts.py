@@ -15,8 +15,7 @@ from slipstream.nn.stored_names import Names, module_name, tensor_name
 def with_plain_parts(config: HFConfig, names: Names, spec: DecoderSpec) -> DecoderSpec:
     """The spec with the layers' plain parts. names: the family's.
 
-    Raises ConfigError where parts that are multiplied as one differ, and for a quantised kv_b_proj with static scales
-    of its inputs.
+    Raises ConfigError where parts that are multiplied as one differ.
     """
     text = config.section("text_config")
     section = config.section(QUANTIZATION) or (None if text is None else text.section(QUANTIZATION))
@@ -37,8 +36,6 @@ def with_plain_parts(config: HFConfig, names: Names, spec: DecoderSpec) -> Decod
                 raise section.error(key, f"leaves {module} unquantised, not {kept[0]}; they are multiplied as one")
             if left_out:
                 plain |= {module_name(part) for part in parts}
-            elif stored.static_inputs and "kv_b" in parts:
-                raise config.error(QUANTIZATION, "stores scales of inputs, which kv_b_proj is not served with")
         return replace(layer, plain=frozenset(plain))
 
     return spec.map_layers(change)
