@@ -69,10 +69,19 @@ class Tally:
 
 
 class SimulatedServer:
-    """paths: for each draft of a tree, the ranks along its path; a chain: zeros. rates: as in profiles.py."""
+    """paths: for each draft of a tree, the ranks along its path; a chain: zeros. rates: as in profiles.py.
+    surplus_share: 0.0 if steps take what they took at start."""
 
-    def __init__(self, method: str, paths: list[tuple[int, ...]], rates: list[list[float]], seed: int = 0) -> None:
-        self.method, self._paths, self._rates = method, paths, rates
+    def __init__(
+        self,
+        method: str,
+        paths: list[tuple[int, ...]],
+        rates: list[list[float]],
+        seed: int = 0,
+        surplus_share: float = 1.0,
+    ) -> None:
+        self.method, self._paths, self.rates = method, paths, rates
+        self._surplus_share = surplus_share
         self.costs = costs_of(method, len(paths))
         self._dice = random.Random(seed)
         self.request = Request([1], SamplingParams())
@@ -80,12 +89,12 @@ class SimulatedServer:
 
     def seconds(self, num_requests: int, num_drafts: int, drafts_behind: bool) -> float:
         """The simulated seconds of a step."""
-        surplus = on_line(PLAIN_SURPLUS, num_requests) * MS
+        surplus = self._surplus_share * on_line(PLAIN_SURPLUS, num_requests) * MS
         size = next(size for size in SIZES if size >= num_requests)
         if not drafts_behind:
             return on_line(PLAIN_EMPTY, size) * MS + surplus
         num_rows = num_requests * (1 + num_drafts)
-        more = on_line(SURPLUS_PER_ROW, num_requests) * (num_rows - num_requests) * MS
+        more = self._surplus_share * on_line(SURPLUS_PER_ROW, num_requests) * (num_rows - num_requests) * MS
         empty = self.costs.seconds(num_requests, max(2, num_rows), self.method)
         assert empty is not None, "more rows than any graph has room for"
         return empty + surplus + more
@@ -94,7 +103,7 @@ class SimulatedServer:
         """Accepted rows of one request: row 1 + i is draft i."""
         rows, node = [0], ()
         places = {path: place for place, path in enumerate(self._paths[:num_drafts])}
-        for level in self._rates:
+        for level in self.rates:
             node = (*node, bisect(list(accumulate(level)), self._dice.random()))
             if node not in places:
                 break
@@ -106,7 +115,7 @@ class SimulatedServer:
         tokens = 1.0
         for path in self._paths[:num_drafts]:
             chance = 1.0
-            for level, rank in zip(self._rates, path):
+            for level, rank in zip(self.rates, path):
                 chance *= level[rank] if rank < len(level) else 0.0
             tokens += chance
         return tokens

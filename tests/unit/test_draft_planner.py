@@ -88,6 +88,20 @@ def test_load_that_comes_and_goes_finds_its_drafts_again() -> None:
     assert simulated.run(planner, 4, 32).chosen[-1] == before > 0
 
 
+@pytest.mark.parametrize("method", TREES)
+def test_drafts_come_back_after_texts_that_could_not_be_foretold(method: str) -> None:
+    """Steps take just what they took at start, so acceptance alone keeps the planner from drafting."""
+    good = PROFILES[method]
+    simulated = SimulatedServer(method, TREES[method], good, surplus_share=0.0)
+    planner = DraftPlanner(is_adaptive=True, costs=simulated.costs)
+    simulated.rates = [[0.02] * len(level) for level in good]
+    bad = simulated.run(planner, 4, 2000)
+    assert sum(map(bool, bad.chosen[1000:])) < 50, "hardly tried while they do not pay"
+    simulated.rates = good
+    again = simulated.run(planner, 4, 20_000)
+    assert all(again.chosen[-1000:])
+
+
 def test_what_was_found_out_about_long_lists_stays_while_short_ones_are_drafted() -> None:
     """A thousand requests fill the counts within some steps: those of drafts that nobody makes now must not fade."""
     gains = DraftGains()

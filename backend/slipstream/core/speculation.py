@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths
 from slipstream.core.request import Request
 from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
-from slipstream.core.step_costs import StepCosts, Surplus, bounded
+from slipstream.core.step_costs import DECAY, StepCosts, Surplus, bounded
 
 _MIN_STEPS = 32  # measured steps before a mean speed is used
 _TRIAL_STEPS = 48  # plain steps measured where drafters find too few drafts
@@ -155,6 +155,13 @@ class DraftGains:
             tokens.append(tokens[-1] + last)
         return tokens
 
+    def fade(self, backoff: int) -> None:
+        """Weigh what was measured a little less, while nothing is drafted: the next texts may be more predictable, and
+        without a retry nothing would show it. backoff: divides the rate, as in `Surplus.decay`."""
+        share = 1.0 - (1.0 - DECAY) / backoff
+        self._num_seen = [share * count for count in self._num_seen]
+        self._num_accepted = [share * count for count in self._num_accepted]
+
     def _add_new_counts(self) -> None:
         """Add new verifications to the counts and halve large counts. Positions that are not drafted keep theirs."""
         num_new = 0
@@ -276,6 +283,7 @@ class DraftPlanner:
         load.note_drafting(bool(best), bool(former))
         if not best:
             load.surplus.decay(load.backoff)
+            self._gains[method].fade(load.backoff)
         return best
 
     def _num_affordable(self, num_running: int) -> int:

@@ -9,7 +9,7 @@ _WEIGHT = 0.05  # weight of a new measurement in a running mean
 _MAX_SURPLUS = 2.0  # relative to the expected seconds
 _MAX_HOST_SECONDS = 0.01  # lower limit of the largest surplus: host time of models with very short steps
 _MIN_SURPLUS = -0.5  # relative to the expected seconds
-_DECAY = 0.98
+DECAY = 0.98  # of what was measured of drafts, at each decision against them
 _MIN_MOVE = 0.25  # relative to the expected seconds: a smaller deviation counts in full
 _PLAIN_SHARE = 0.5  # surplus of plain steps relative to that of verifications, until one is measured
 _PRIOR_STEPS = 4  # weight of a first estimate, in steps
@@ -123,7 +123,7 @@ class Surplus:
 
         backoff: divides the rate of decay."""
         for mean in self._verified.values():
-            mean.value *= 1.0 - (1.0 - _DECAY) / backoff
+            mean.value *= 1.0 - (1.0 - DECAY) / backoff
 
 
 def _surplus(seconds: float, expected: float) -> float:
