@@ -257,6 +257,29 @@ def test_a_try_that_lasted_was_not_in_vain() -> None:
     assert load.backoff == 64, "and no more than that"
 
 
+@pytest.mark.parametrize(("num_good", "pauses"), [(5000, [1024] * 4), (0, [1024, 2048, 4096, 8192])])
+def test_without_costs_a_pause_is_short_after_drafts_that_paid_for_long(num_good: int, pauses: list[int]) -> None:
+    """Verifications bring 3 tokens num_good times, then one each until they are paused."""
+    planner = DraftPlanner(is_adaptive=True)
+    request = Request([1], SamplingParams())
+    request.speculation = Speculation("ngram", 4, "exact")
+    found, num_plain, num_drafting = [], 0, 0
+    for _ in range(40):
+        planner.measure(MeasuredStep(4, 4, 4e-3, 1.0))
+    while len(found) < len(pauses):
+        planner.begin_step(4)
+        if planner.num_drafts(request):
+            if num_plain:
+                found.append(num_plain)
+                num_plain = num_drafting = 0
+            num_drafting += 1
+            planner.measure(MeasuredStep(4, 20, 6e-3, 3.0 if num_drafting <= num_good else 1.0, "ngram"))
+        else:
+            num_plain += 1
+            planner.measure(MeasuredStep(4, 4, 4e-3, 1.0))
+    assert found == pauses
+
+
 @pytest.mark.parametrize(("empty_share", "pays"), [(0.75, False), (0.2, True)])
 def test_steps_in_which_ngrams_find_nothing_count_against_them(empty_share: float, pays: bool) -> None:
     """They wait for the host as verifications do: 1.16 ms instead of 0.66, as one H200 took with 135 M parameters."""

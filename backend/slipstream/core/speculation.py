@@ -23,6 +23,7 @@ _MIN_GAIN = 1.0  # speculation pauses below this ratio of tokens per second to p
 _PAUSE_STEPS = 1024  # plain steps of the first pause
 _MAX_DOUBLINGS = 6  # of the pause
 _LASTING_DECISIONS = 64  # consecutive decisions for drafts after which a retry has succeeded
+_LASTING_STEPS = 1024  # likewise of measured steps that draft
 _MAX_GROWTH = 3.0  # a step counts as at most this many times the mean
 _WEIGHT = 0.05  # weight of a new measurement in a running mean
 _REVIEW_STEPS = 16  # steps between two decisions on the number of drafts
@@ -112,6 +113,8 @@ class _Load:
 
     def pause(self) -> None:
         if not self.num_pause_steps:  # steps still in flight count once
+            if self.speculating.count >= _LASTING_STEPS:  # without costs nothing is decided that `note_drafting` counts
+                self.num_failed = 0
             self.note_drafting(is_worthwhile=False, was_drafting=True)
         self.num_pause_steps = _PAUSE_STEPS * self.backoff
         self.speculating, self.num_empty = _Speed(), 0
