@@ -11,7 +11,7 @@ from typing import Any
 
 import own_processors
 import pytest
-from engine_driver import GREEDY, Told, make_engine, run_all
+from engine_driver import GREEDY, Told, make_engine, run_all, run_requests
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError, RequestError
 from slipstream.core.logits_processors import ProcessorCall
@@ -24,7 +24,7 @@ from speculation_config import speculation_config
 from tiny_heads import make_eagle
 
 SHIPPED = "slipstream.processors:NoRepeatNgram, sigma=slipstream.processors:TopNSigma"
-OWN = "own_processors:Force, numbers=own_processors:Numbers, own_processors:Recorder"
+OWN = "own_processors:Force, numbers=own_processors:Numbers, own_processors:Recorder, own_processors:Never"
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=4, ignore_eos=True)
 
 
@@ -105,6 +105,35 @@ def test_one_that_raises_ends_its_own_request_alone(
     assert found[2].token_ids == run_all(served, prompts[2:3], GREEDY)[0].token_ids
 
 
+def test_a_text_of_drafts_alone_fails_nobody(served: Engine, prompts: list[list[int]]) -> None:
+    """Every fifth draft is a token that the class forbids, and it raises for a text that has it."""
+    check_forbidden_drafts(served, prompts[4:8])
+
+
+def test_ranks_bury_the_drafts_that_the_first_one_cannot_take(tiny_llama: Path, prompts: list[list[int]]) -> None:
+    speculation = speculation_config("ngram", ngram_min=1, throttle="off")
+    engine = make_engine(
+        tiny_llama,
+        {"logits_processors": OWN, "max_model_len": 128},
+        speculation=speculation,
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    try:
+        check_forbidden_drafts(engine, prompts[4:7])
+    finally:
+        engine.close()
+
+
+def check_forbidden_drafts(engine: Engine, prompts: list[list[int]]) -> None:
+    params = asked("Never", token=9)
+    expected = texts(run_all(engine, prompts, replace(params, num_draft_tokens=0)))
+    for prompt, text in zip(prompts, expected):
+        reference = tuple(9 if index % 5 == 4 else token_id for index, token_id in enumerate([*prompt, *text, *text]))
+        [request] = run_requests(engine, [prompt], replace(params, reference_ids=reference))
+        assert (request.error, request.output_token_ids) == ("", text)
+        assert 3 < request.num_accepted_tokens < request.num_drafted_tokens
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "shape"])
 def test_numbers_that_are_none_are_the_request_s_own_trouble(
     served: Engine, prompts: list[list[int]], value: str
@@ -136,7 +165,7 @@ def test_top_n_sigma(served: Engine, prompts: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("params", "refusal"),
     [
-        (asked("other"), "'other', accepted: one of those that the model serves: Force, numbers, Recorder, NoRep"),
+        (asked("other"), "'other', accepted: one of those that the model serves: Force, numbers, Recorder, "),
         (asked("Force"), "Force refuses {}: `token` is missing"),
         (asked("NoRepeatNgram", size=True), 'NoRepeatNgram refuses .*accepted: {"size": n}'),
         (asked("sigma", n=-1), "sigma refuses"),

@@ -68,7 +68,8 @@ def accepted(
         max_decode_query_len=len(rows),
         tree_mask=torch.tensor(row_masks(parents, len(tokens))) if parents else None,
     )
-    kept = verification.accept(batch, torch.tensor([len(tokens)], dtype=torch.int32), drawn, dead)
+    verification.bury(dead, drawn.device)
+    kept = verification.accept(batch, torch.tensor([len(tokens)], dtype=torch.int32), drawn)
     return accepted_tokens_of(int(kept.paths.item()), tokens, len(tokens), drawn.tolist())
 
 

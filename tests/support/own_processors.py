@@ -44,6 +44,18 @@ class Numbers:
         return None
 
 
+class Never:
+    """The token `token` is not said, and a text that has it is an error, as in many a state machine."""
+
+    def __init__(self, context: ProcessorContext) -> None: ...
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[ProcessorRow]) -> None:
+        for index, row in enumerate(rows):
+            if row.kwargs["token"] in row.output_token_ids:
+                raise KeyError(row.kwargs["token"])
+            logits[index, row.kwargs["token"]] = -torch.inf
+
+
 class Recorder:
     """Changes nothing; keeps what it has seen."""
 

@@ -131,10 +131,12 @@ class AheadInput:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorReport:
-    """What the logits processors of a step took on the host, in seconds. failures: by sequence id, for its client."""
+    """What the logits processors of a step took on the host, in seconds. failures: by sequence id, for its client.
+    dead_rows: sampled rows of drafts for which a class raises, for the verification alone."""
 
     seconds: float
     failures: dict[int, str] = field(default_factory=dict)
+    dead_rows: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

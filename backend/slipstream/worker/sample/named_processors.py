@@ -1,8 +1,8 @@
 """Runs the operator's logits processors on the rows of the requests that ask for them. Engine thread.
 
 A class is called once a step for all its rows. If it raises, it is called again for each request by itself, so that
-only those fail whose own rows it cannot take. Whatever it does to its rows, other rows stay as they are, and its own
-become finite numbers.
+only those fail whose own rows it cannot take, and then for each row: a text that only drafts lead to fails nobody.
+Whatever a class does to its rows, other rows stay as they are, and its own become finite numbers.
 """
 
 from __future__ import annotations
@@ -120,32 +120,64 @@ class NamedProcessors:
         """Change logits in place: [num_rows, vocab] fp32. requests: those of the last `compose`."""
         start = time.perf_counter()
         failures: dict[int, str] = {}
+        dead_rows: list[int] = []
         for one in self._called:
             began = time.perf_counter()
             rows = [
                 ProcessorRow(kwargs, requests[row], paths[row] if paths else ())
                 for row, kwargs in zip(one.rows, one.kwargs)
             ]
-            self._run(one, logits, rows, failures)
+            self._run(one, logits, rows, failures, dead_rows)
             self._warn_if_slow(one, time.perf_counter() - began)
-        return ProcessorReport(time.perf_counter() - start, failures)
+        return ProcessorReport(time.perf_counter() - start, failures, dead_rows)
 
-    def _run(self, one: _Called, logits: torch.Tensor, rows: list[ProcessorRow], failures: dict[int, str]) -> None:
+    def _run(
+        self,
+        one: _Called,
+        logits: torch.Tensor,
+        rows: list[ProcessorRow],
+        failures: dict[int, str],
+        dead_rows: list[int],
+    ) -> None:
+        failed = self._try(one, logits, rows, range(len(rows)))
+        if failed is None:
+            return
         by_request: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             by_request.setdefault(row.request.sequence_id, []).append(index)
-        try:
-            self._call(one, logits, rows, range(len(rows)))
-            return
-        except Exception as error:  # the operator's code may raise anything; it must not end the step
-            if len(by_request) == 1:
-                self._fail(one, next(iter(by_request)), error, failures)
-                return
         for sequence_id, indices in by_request.items():
-            try:
-                self._call(one, logits, rows, indices)
-            except Exception as error:
+            error = failed if len(indices) == len(rows) else self._try(one, logits, rows, indices)
+            if error is not None and len(indices) > 1:
+                error = self._run_each(one, logits, rows, indices, dead_rows)
+            if error is not None:
                 self._fail(one, sequence_id, error, failures)
+
+    def _run_each(
+        self, one: _Called, logits: torch.Tensor, rows: list[ProcessorRow], indices: list[int], dead_rows: list[int]
+    ) -> Exception | None:
+        """The rows of one request by themselves. Returns the error of its last token's row, behind which there is no
+        other text. Rows of drafts that fail are added to dead_rows: without drafts their text might never come."""
+        dead: set[tuple[int, ...]] = set()
+        for index in indices:
+            path = rows[index].path
+            error = None if path[:-1] in dead else self._try(one, logits, rows, [index])
+            if error is None and path[:-1] not in dead:
+                continue
+            if not path:
+                return error
+            dead.add(path)
+            dead_rows.append(one.rows[index])
+        return None
+
+    def _try(
+        self, one: _Called, logits: torch.Tensor, rows: list[ProcessorRow], indices: Sequence[int]
+    ) -> Exception | None:
+        """Returns what it raises: the operator's code may raise anything, which must not end the step."""
+        try:
+            self._call(one, logits, rows, indices)
+        except Exception as error:
+            return error
+        return None
 
     def _call(self, one: _Called, logits: torch.Tensor, rows: list[ProcessorRow], indices: Sequence[int]) -> None:
         row_of = to_device([one.rows[index] for index in indices], torch.int64, self._device)

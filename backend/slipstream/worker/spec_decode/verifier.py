@@ -113,26 +113,31 @@ class Verification:
             self._measure(logits, draws)
         return token_ids
 
-    def agree(self, parallel: Parallel) -> None:
+    def bury(self, dead_rows: Sequence[int], device: torch.device) -> None:
+        """dead_rows: sampled rows of drafts that must not be accepted."""
+        if dead_rows:
+            dead = to_device(list(dead_rows), torch.int64, device)
+            self._marks = self._marks_of(device).index_fill_(0, dead, -1)
+
+    def agree(self, parallel: Parallel, device: torch.device) -> None:
         """Take the first rank's judgement: only its logits have gone through logits processors."""
-        if self._marks is not None and self._scores is not None:
-            self._marks, self._scores = parallel.agree(self._marks), parallel.agree(self._scores)
+        if parallel.size == 1:
+            return
+        are_processed = any(one.num_drafts and one.state.params.logits_processors for one in self._drafted)
+        if self._scores is not None:
+            self._scores = parallel.agree(self._scores)
+        if self._scores is not None or are_processed:
+            self._marks = parallel.agree(self._marks_of(device))
 
     def accept(
         self,
         batch: ForwardBatch,
         num_drafts: torch.Tensor,
         next_ids: torch.Tensor,
-        dead_rows: Sequence[int] = (),
         out: ops.AcceptedRows | None = None,
     ) -> ops.AcceptedRows:
-        """Accept drafts, once the rows are drawn. next_ids: [T], the token after each row of the batch. dead_rows:
-        sampled rows of drafts that must not be accepted. num_drafts: [R] int32, of all requests of the batch."""
-        if dead_rows:
-            dead = to_device(list(dead_rows), torch.int64, next_ids.device)
-            if self._marks is None:
-                self._marks = torch.zeros(self.num_rows, dtype=torch.int8, device=next_ids.device)
-            self._marks.index_fill_(0, dead, -1)
+        """Accept drafts, once the rows are drawn. next_ids: [T], the token after each row of the batch. num_drafts: [R]
+        int32, of all requests of the batch."""
         return ops.accept_drafts(
             batch.token_ids,
             next_ids,
@@ -146,6 +151,9 @@ class Verification:
         )
 
     # ---- parts
+
+    def _marks_of(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.num_rows, dtype=torch.int8, device=device) if self._marks is None else self._marks
 
     def _measure(self, logits: torch.Tensor, draws: Draws) -> None:
         """Mark the drafts that the lossy modes accept, and score each by the log-probability of its path."""
@@ -279,12 +287,13 @@ class Verifier:
                 judge=verification.judge if verification.needs_judge else None,
                 masks=masks,
             )
-        verification.agree(self._model.context.parallel)
+        for found in (masks, tokens.processors):
+            verification.bury(found.dead_rows if found is not None else (), self._device)
+        verification.agree(self._model.context.parallel, self._device)
         next_ids = self.next_ids(running, tokens.token_ids)
         num_drafts = [*step.num_drafts, *[0] * (batch.seq_lens.shape[0] - len(step.num_drafts))]
         counts = to_device(num_drafts, torch.int32, self._device)
-        dead_rows = () if masks is None else masks.dead_rows
-        accepted = verification.accept(batch, counts, next_ids, dead_rows, self._accepted.first(len(num_drafts)))
+        accepted = verification.accept(batch, counts, next_ids, self._accepted.first(len(num_drafts)))
         if step.draft_parents and self._compactions:
             self._compact(verification, batch, counts, next_ids, accepted)
         paths = HostCopy((accepted.paths,), is_urgent=True)
