@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_driver import Told, make_engine, run_steps
+from engine_driver import Told, make_engine, run_all, run_requests, run_steps
 from patience import PATIENCE_S
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine import grammar_worker
+from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Answer
+from slipstream.engine.grammar_state import GrammarState
 from slipstream.engine.grammar_worker import GrammarCache, GrammarWorker, _Job
 from slipstream.engine.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SLOTS, TRIAL_CHARS_PER_S, Trial, TrialQueue
+from speculation_config import speculation_config
 
 PROMPT = [70, 201, 33]
 ENDLESS = SamplingParams(max_tokens=400, temperature=1.0, seed=1, guide=Guide("regex", "[a-z]{9000}"))
@@ -124,3 +128,26 @@ def test_a_worker_remembers_no_thread_that_has_ended(monkeypatch: pytest.MonkeyP
     ours.close()
     theirs.close()
     os.close(masks)
+
+
+def test_drafts_are_not_charged_to_the_limit_of_the_text(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matching 40 tokens takes no time, and each walk over drafts 0.3 s of the 1 s that the whole text may take."""
+    limits = StructuredOutputConfig(max_request_ms=1000)
+    speculation = speculation_config("ngram", ngram_min=1, throttle="off")
+    engine = make_engine(tiny_llama, speculation=speculation, structured_output=limits)
+    handle_answer = GrammarHost._handle_answer
+
+    def answered(host: GrammarHost, state: GrammarState, answer: Answer) -> None:
+        handle_answer(host, state, answer._replace(cpu_s=0.3 if state.wants_walk and state.is_ready else 0.0))
+
+    monkeypatch.setattr(GrammarHost, "_handle_answer", answered)
+    params = replace(GUIDED, max_tokens=60, temperature=0.0)
+    try:
+        [plain] = run_all(engine, [PROMPT], replace(params, num_draft_tokens=0))
+        wrong = [token_id if index % 4 else 5 for index, token_id in enumerate(plain.token_ids)]
+        drafting = replace(params, reference_ids=(*PROMPT, *wrong))
+        [request] = run_requests(engine, [PROMPT], drafting)
+        assert (request.error, request.output_token_ids) == ("", plain.token_ids)
+        assert request.num_drafted_tokens > 0 and request.speculation is None, "no more drafts than the limit pays for"
+    finally:
+        engine.close()

@@ -229,8 +229,14 @@ class GrammarHost:
 
     def _handle_answer(self, state: GrammarState, answer: Answer) -> None:
         self._changed.append(state)
-        state.cpu_s += answer.cpu_s
         limit, name = self._limits.max_request_ms, state.guide.type
+        is_walk = state.wants_walk and state.is_ready
+        if is_walk:
+            state.walk_cpu_s += answer.cpu_s
+            if state.walk_cpu_s > limit / 1e3:
+                state.request.speculation = None  # drafts may cost as much as the text, but not the answer
+        else:
+            state.cpu_s += answer.cpu_s
         if answer.error:
             self._end(state, internal_error(logger, "matching a grammar", EngineError(answer.error)))
         elif not answer.can_go_on and not state.token_ids:
@@ -245,7 +251,6 @@ class GrammarHost:
         elif state.num_sent < len(state.token_ids):
             self._send_rest(state)
         else:
-            is_walk = state.wants_walk and state.is_ready
             state.is_ready, state.has_walked, state.dead = True, is_walk, answer.dead
             is_quick = is_walk or answer.cpu_s < _SLOW_TOKEN_S
             state.num_quick = state.num_quick + 1 if is_quick else 0

@@ -38,7 +38,8 @@ class GrammarState:
     wants_walk: bool = False
     has_walked: bool = False
     dead: tuple[int, ...] = ()  # indices of the last walk's paths that the grammar forbids
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # for its tokens
+    walk_cpu_s: float = 0.0  # for drafts
     num_quick: int = 0
     num_kills: int = 0  # processes killed from outside while it waited, since its last token
     num_crashes: int = 0  # worker crashes that it may have caused, since its last token
