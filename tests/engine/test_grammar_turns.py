@@ -151,3 +151,25 @@ def test_drafts_are_not_charged_to_the_limit_of_the_text(tiny_llama: Path, monke
         assert request.num_drafted_tokens > 0 and request.speculation is None, "no more drafts than the limit pays for"
     finally:
         engine.close()
+
+
+def test_drafts_of_a_slow_grammar_are_not_walked(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the tenth on a token takes 10 ms: a walk over a tree could take longer than guided_max_step_ms and end the
+    request."""
+    engine = make_engine(tiny_llama, speculation=speculation_config("ngram", ngram_min=1, throttle="off"))
+    handle_answer = GrammarHost._handle_answer
+
+    def answered(host: GrammarHost, state: GrammarState, answer: Answer) -> None:
+        assert not (state.wants_walk and state.is_slow), "a walk"
+        handle_answer(host, state, answer._replace(cpu_s=0.01 if len(state.token_ids) >= 10 else 0.0))
+
+    monkeypatch.setattr(GrammarHost, "_handle_answer", answered)
+    params = replace(GUIDED, max_tokens=60, temperature=0.0)
+    try:
+        [plain] = run_all(engine, [PROMPT], replace(params, num_draft_tokens=0))
+        drafting = replace(params, reference_ids=(*PROMPT, *plain.token_ids))
+        [request] = run_requests(engine, [PROMPT], drafting)
+        assert (request.error, request.output_token_ids) == ("", plain.token_ids)
+        assert 0 < request.num_accepted_tokens < request.num_drafted_tokens < 30, "drafts until then"
+    finally:
+        engine.close()

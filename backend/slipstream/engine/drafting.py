@@ -209,6 +209,8 @@ class Drafting:
         request, drafter = row.request, self._drafter_after(row)
         if drafter is None or request.num_computed_tokens != request.num_tokens - 1:
             return None
+        if request.grammar_state is not None and request.grammar_state.is_slow:
+            return None
         scheduler = self._scheduler
         num_left = request.stop_conditions.max_len - request.num_tokens - 1
         num_drafts = min(scheduler.planner.num_drafts(request), num_left)

@@ -95,7 +95,7 @@ class StructuredOutputs:
                 found.late.append(request)
             else:
                 for index in range(1 + num_drafts):  # rows of drafts follow the request's own
-                    if index and index - 1 in state.dead:
+                    if index and (state.is_slow or index - 1 in state.dead):
                         dead_rows.append(first + index)
                     else:
                         rows.append(first + index)
@@ -136,12 +136,13 @@ class StructuredOutputs:
         self._host.close()
 
     def _collect(self, masked: Sequence[tuple[Request, int, int]]) -> None:
-        """Wait for the masks of last tokens, then for those of drafts."""
+        """Wait for the masks of last tokens, then for those of drafts. Not for drafts of a slow grammar: walking over
+        them might take longer than a token may."""
         self._host.collect([request.grammar_state for request, _, _ in masked], GRACE_S)
         walking = []
         for request, _, num_drafts in masked:
             state = request.grammar_state
-            if num_drafts and state.is_ready and not state.asked_at:
+            if num_drafts and state.is_ready and not state.asked_at and not state.is_slow:
                 paths = row_paths(request.draft_parents[:num_drafts], request.draft_token_ids[:num_drafts])
                 self._host.walk(state, paths[1:])
                 walking.append(state)
