@@ -49,6 +49,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return packed;
 }
 
+// The reverse of pack.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (__is_same(T, __half)) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  }
+}
+
 // The products of two pairs of bf16, which may be subnormal.
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
   uint32_t product;

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint4 widen_latents(uint32_t first, uint32_t second, 
   widen_e4m3(second, pairs[2], pairs[3]);
 #pragma unroll
   for (uint32_t& pair : pairs) {
-    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    const float2 values = unpack<__half>(pair);
     pair = pack<__nv_bfloat16>(values.x * scale, values.y * scale);
   }
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);

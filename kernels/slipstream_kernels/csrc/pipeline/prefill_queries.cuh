@@ -23,16 +23,6 @@ __device__ __forceinline__ void queries_to_half(char* rows) {
   }
 }
 
-// 16-bit values of T as floats.
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (__is_same(T, __half)) {
-    return __half22float2(*reinterpret_cast<__half2*>(&pair));
-  } else {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & ~0xffffu));
-  }
-}
-
 // Four floats as e4m3, the first in the lowest byte.
 __device__ __forceinline__ uint32_t pack_e4m3(float2 low, float2 high) {
   uint32_t packed;
