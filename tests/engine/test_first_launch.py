@@ -11,7 +11,8 @@ from engine_driver import make_engine
 from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.start_up import StartUp
 from slipstream.worker.first_launch import begin_first_launch
-from slipstream.worker.model_runner import ModelRunner, warm_up_steps
+from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.warm_up import warm_up_steps
 from slipstream_kernels.gemm.tuning import PLAIN_ROWS_OF_FP8, PLAIN_ROWS_OF_INT8
 from triton.runtime.cache import triton_key
 

@@ -10,7 +10,7 @@ import torch
 from decode_cases import make_case
 from dense_attention import PagedBatch, dense_attention, make_batch
 from slipstream.core.config import ModelConfig
-from slipstream.worker.model_runner import warm_up_steps
+from slipstream.worker.warm_up import warm_up_steps
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_attention, prefill_stage
 from slipstream_kernels.attention.reference.stage_fp8 import attend_rounded, to_e4m3

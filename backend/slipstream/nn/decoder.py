@@ -7,6 +7,7 @@ scheduling or files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -113,6 +114,14 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear | UpProjection, ...]:
         return (*self.attention.linears(), *self.mlp.linears())
 
+    def launches_as(self, other: DecoderLayer) -> bool:
+        """Whether both run the same kernels for the same step, once loaded."""
+        return self._traits() == other._traits()
+
+    def _traits(self) -> tuple[object, ...]:
+        weights = [linear.weight.traits for linear in self.linears() if isinstance(linear, Linear)]
+        return self.spec, weights, set(self.attention.kv_scales)
+
 
 def _added(
     norm: RMSNorm | None, hidden: Tensor, residual: Tensor | None, quant: ActivationQuant[Activation]
@@ -137,6 +146,7 @@ class Decoder:
         self.backend = backend
         self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
         self.kv_groups: tuple[int, ...] = ()  # of each layer, for batches that have several
+        self._skipped: frozenset[int] = frozenset()  # layers that `abridged` leaves out
         ropes = RopeTables(num_positions, context.device)
         self.own_indices = context.parallel.own_layers(spec.num_layers)
         elsewhere = replace(context, device=torch.device("meta"), stands_for=context.computes_on)
@@ -151,6 +161,27 @@ class Decoder:
         tied = TiedHead(context.head_method, scale) if shares_table else None
         self.lm_head: TiedHead | Head = tied or Head(spec.lm_head, ends.of_head, scale)
 
+    @contextmanager
+    def abridged(self) -> Iterator[None]:
+        """Within, layers that only repeat the kernels of others are left out, unless ranks divide the layers: a start
+        that compiles kernels need not launch each for every layer. What the functions return means nothing then."""
+        self._skipped = self._repeated_layers() if len(self.own_layers) == len(self.layers) else frozenset()
+        try:
+            yield
+        finally:
+            self._skipped = frozenset()
+
+    def _repeated_layers(self) -> frozenset[int]:
+        """The first layer has no residual, and the last one may compute some rows only: none repeats them."""
+        kinds: list[DecoderLayer] = []
+        repeated = set()
+        for index, layer in enumerate(self.layers[1:-1], start=1):
+            if any(layer.launches_as(kind) for kind in kinds):
+                repeated.add(index)
+            else:
+                kinds.append(layer)
+        return frozenset(repeated)
+
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
 
@@ -162,7 +193,8 @@ class Decoder:
         for index, (layer, step, cache) in enumerate(zip(self.layers, self._plan(batch), kv_caches)):
             if index in self.feature_layers:
                 features[index] = hidden if residual is None else hidden + residual
-            hidden, residual = layer(hidden, residual, step, cache)
+            if index not in self._skipped:
+                hidden, residual = layer(hidden, residual, step, cache)
         assert residual is not None
         final = self.final_norm.add(hidden, residual, PLAIN)[0]
         if not features:
@@ -192,7 +224,8 @@ class Decoder:
         hidden, residual = (self.embedding(batch.token_ids, batch.given), None) if before is None else before
         steps, end = self._plan(batch), min(layers.stop, len(self.layers) - 1)
         for index in range(layers.start, end):
-            hidden, residual = self.layers[index](hidden, residual, steps[index], kv_caches[index])
+            if index not in self._skipped:
+                hidden, residual = self.layers[index](hidden, residual, steps[index], kv_caches[index])
         if layers.stop > end:
             hidden, residual = self.layers[-1].last(hidden, residual, steps[-1], kv_caches[-1], batch.logits_indices)
         assert residual is not None

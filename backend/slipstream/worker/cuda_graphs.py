@@ -13,7 +13,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
@@ -100,16 +100,21 @@ class StepGraphs(Generic[Shape]):
         hidden = self._forward(self._batch(shape, shape.num_logits))
         return hidden, self._draw(hidden) if self._draw is not None and shape.max_query_len == 1 else None
 
-    def keep_launch_bound(self, any_of: Callable[[bool], bool]) -> None:
+    def keep_launch_bound(
+        self, any_of: Callable[[bool], bool], warming: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches.
+
+        warming: within it steps are run that are not timed.
 
         any_of: several ranks wait for each other's sums, so only the one that launches last sees what bounds them all:
         its word keeps a shape."""
         kept: list[Shape] = []
         for _, group in groupby(self._shapes, lambda shape: shape.num_tokens):
             shapes = list(group)
-            for shape in shapes:
-                self._forward(self._batch(shape, shape.num_logits))
+            with warming():
+                for shape in shapes:
+                    self._forward(self._batch(shape, shape.num_logits))
             torch.cuda.synchronize()
             start = time.perf_counter()
             self._forward(self._batch(shapes[0], shapes[0].num_logits))

@@ -16,9 +16,9 @@ from itertools import compress
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.config import EngineConfig, ModelConfig
+from slipstream.core.config import EngineConfig
 from slipstream.core.start_up import StartUp
-from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
+from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
@@ -57,6 +57,7 @@ from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
 from slipstream.worker.spec_decode.warm_up import padding_drafts
 from slipstream.worker.static_tensors import GraphInputs
+from slipstream.worker.warm_up import warm_up_steps
 
 
 class ModelRunner:
@@ -341,30 +342,33 @@ class ModelRunner:
     def _warm_up(self, config: EngineConfig) -> None:
         """Compile kernels and initialise libraries. Writes nothing to the pool.
 
-        On a GPU: steps of warm_up_steps, draws of every kind, then every decode size. On a CPU: one token. NaN weights
-        are refused here, by the logits of the first row; dummy weights are not checked.
+        On a GPU: steps of warm_up_steps, draws of every kind, then every decode size, each of layers that differ; and
+        everywhere one token of all layers. NaN weights are refused here, by its logits; dummy weights are not checked.
         """
-        checks_weights = config.model.load_format != "dummy"
-        is_gpu = self._is_gpu
-        for num_tokens, longest in warm_up_steps(self._max_num_tokens, config.model) if is_gpu else ((1, 1),):
-            batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
-            batch = replace(batch, max_seq_len=longest)
-            hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
-            self._parallel.note(f"warm-up of {num_tokens} tokens")
-            if hidden is None:
-                continue
-            logits = self._model.raw_logits(hidden[:1])
-            if checks_weights and not logits.isfinite().all():
-                raise refuse_without_numbers(config.model, self._model.context.dtype)
-        if is_gpu and self._stage is not None:
+        with self._model.abridged():
+            for num_tokens, longest in warm_up_steps(self._max_num_tokens, config.model) if self._is_gpu else ():
+                self._rehearse(num_tokens, longest)
+        logits = self._rehearse(1, 1)
+        if logits is not None and config.model.load_format != "dummy" and not logits.isfinite().all():
+            raise refuse_without_numbers(config.model, self._model.context.dtype)
+        if self._is_gpu and self._stage is not None:
             self._stage.graphs.warm_up()
-        if is_gpu and not self._parallel.stage:
+        if self._is_gpu and logits is not None:
             self._sampler.warm_up(logits, config.serving.max_logprobs)
-            self._graphs.warm_up()
-            self.layered.graphs.warm_up()
-            if self._adapters is not None and self._adapters.graphs is not None:
-                self._adapters.graphs.warm_up()
-            self._prompt_graphs.keep_launch_bound(self._parallel.any_of)
+            with self._model.abridged():
+                self._graphs.warm_up()
+                self.layered.graphs.warm_up()
+                if self._adapters is not None and self._adapters.graphs is not None:
+                    self._adapters.graphs.warm_up()
+            self._prompt_graphs.keep_launch_bound(self._parallel.any_of, self._model.abridged)
+
+    def _rehearse(self, num_tokens: int, longest: int) -> torch.Tensor | None:
+        """Logits of the first row of a step that is padding; None behind the first stage."""
+        batch = padding_batch(num_tokens, self._builder.max_blocks if self._is_gpu else 1, self._device)
+        batch = replace(batch, max_seq_len=longest)
+        hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
+        self._parallel.note(f"warm-up of {num_tokens} tokens")
+        return None if hidden is None else self._model.raw_logits(hidden[:1])
 
     def _warm_up_drafts(self, drafts: DraftLayout) -> list[ComputedRows]:
         """Compile what steps with drafts run, in CUDA graphs or without. All stages and ranks take part; returns the
@@ -375,20 +379,6 @@ class ModelRunner:
             if hidden is not None:
                 found.append(self._verifier.warm_up(batch, hidden))
         return found
-
-
-def warm_up_steps(max_num_tokens: int, config: ModelConfig) -> list[tuple[int, int]]:
-    """Tokens of the steps that a start on a GPU runs, and the longest sequence that they are said to be of: prompts of
-    the largest step, of medium and of short length, whose attention kernels differ, and one token, which layers of
-    quantised weights read as it is: without graphs nothing else would compile the kernels of such steps. Kernels of
-    prompts in FP8 differ by the sequence, too (prefill_stage.MIN_FP8_SEQ_LEN)."""
-    sizes = max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32, 1
-    steps = [(size, size) for size in sizes]
-    if config.prefill_attention_dtype == "fp8":
-        whole = min(max_num_tokens, 2048)
-        longest = 4 * max_num_tokens
-        steps += [(whole, whole), (max_num_tokens, min(longest, config.max_model_len or longest))]
-    return steps
 
 
 def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:

@@ -28,6 +28,11 @@ A_co = TypeVar("A_co", bound=Activation, covariant=True)
 class ActivationQuant(Protocol[A_co]):
     """Each function returns rows that layers of this form read; x: [T, size]."""
 
+    @property
+    def traits(self) -> tuple[object, ...]:
+        """What decides its kernels beside the sizes of x, comparable."""
+        ...
+
     def cast(self, x: Tensor) -> A_co:
         """Plain rows in this form."""
         ...
@@ -43,6 +48,10 @@ class ActivationQuant(Protocol[A_co]):
 
 class Plain:
     """Rows as they are."""
+
+    @property
+    def traits(self) -> tuple[object, ...]:
+        return ()
 
     def cast(self, x: Tensor) -> Tensor:
         return x
@@ -66,6 +75,11 @@ class Fp8:
     scheme: Fp8Scheme
     max_plain_rows: int = 0
 
+    @property
+    def traits(self) -> tuple[object, ...]:
+        is_static = self.scheme.scale is not None
+        return "fp8", self.scheme.group_size, self.scheme.sum_columns, is_static, self.max_plain_rows
+
     def cast(self, x: Tensor) -> Tensor | Fp8Rows:
         return x if x.shape[0] <= self.max_plain_rows else quantize_fp8(x, self.scheme)
 
@@ -88,6 +102,10 @@ class Int8:
 
     scale: Tensor | None = None
     max_plain_rows: int = 0
+
+    @property
+    def traits(self) -> tuple[object, ...]:
+        return "int8", self.scale is not None, self.max_plain_rows
 
     def cast(self, x: Tensor) -> Tensor | Int8Rows:
         return x if x.shape[0] <= self.max_plain_rows else quantize_int8(x, self.scale)

@@ -43,6 +43,11 @@ class LinearWeight:
         return self.quant if self.order is None else PLAIN
 
     @property
+    def traits(self) -> tuple[object, ...]:
+        """What decides the kernels of its products and of their inputs beside the number of rows, comparable."""
+        return self.kind, self.bias is None, self.order is None, self.quant.traits
+
+    @property
     def tensor(self) -> Tensor:
         assert isinstance(self.operand, Tensor)
         return self.operand
