@@ -1,7 +1,7 @@
 // Products of few tokens with weights of 4 or 8 bits that become operands in registers, for Hopper (sm_90a).
 // Contracts: gemm/int8_mm.py (W8A16), gemm/int4_mm.py (W4A16, W4A8).
 //
-// One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). A warp fills a ring
+// One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). Two warps fill a ring
 // with weights and tokens (mixed_gemm_load.cuh), warpgroups expand weights into operands in registers and multiply
 // (mixed_gemm_multiply.cuh), and sums meet in shared memory (mixed_gemm_epilogue.cuh). The kernel starts while the one
 // before it still runs, and fills its ring with weights meanwhile. Built once per SLIPSTREAM_FORMAT
@@ -69,7 +69,9 @@ __global__ void __launch_bounds__(SHAPE::kBoundThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == SHAPE::kWarpgroups) {
     lower_registers<SHAPE::kProducerRegisters>();
-    if (threadIdx.x / 32 == SHAPE::kWarps) MixedGemmProducer<SHAPE>{p, maps, memory, work}.run();
+    const MixedGemmProducer<SHAPE> producer{p, maps, memory, work};
+    if (threadIdx.x / 32 == SHAPE::kWarps) producer.run();
+    if (threadIdx.x / 32 == SHAPE::kWarps + 1) producer.run_first_tokens();
     return;
   }
   raise_registers<SHAPE::kConsumerRegisters>();

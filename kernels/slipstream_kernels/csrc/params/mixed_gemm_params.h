@@ -26,6 +26,7 @@ struct MixedGemmParams {
   int32_t is_channelwise;         // 4 bits: group_scales has one group a row
   int32_t out_is_half;            // W4A8: fp16 results, else bf16
   int32_t is_dependent;
+  int32_t copy_pace;              // bytes a clock of a CTA's early copies (copy_pace.cuh)
 };
 
 }  // namespace slipstream

@@ -23,4 +23,5 @@ struct SkinnyGemmParams {
   int32_t columns;             // the variant: tokens / 8, rounded up to a compiled number
   int32_t is_gated;            // the variant: out = silu(gate) * up
   int32_t is_resident;         // the variant: all activations stay in registers; at most 8 tokens, 4096 in_features
+  int32_t copy_pace;           // bytes a clock of a CTA's early copies (copy_pace.cuh)
 };

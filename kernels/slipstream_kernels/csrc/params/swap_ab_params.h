@@ -22,4 +22,5 @@ struct SwapAbParams {
   int32_t tiles;          // the variant: 64 x columns sums that each of two warpgroups holds
   int32_t splits;         // the variant: CTAs of a cluster that split the summed dimension
   int32_t is_gated;       // the variant: out = silu(gate) * up
+  int32_t copy_pace;      // bytes a clock of a CTA's early copies (copy_pace.cuh)
 };

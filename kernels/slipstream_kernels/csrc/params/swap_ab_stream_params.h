@@ -21,4 +21,5 @@ struct SwapAbStreamParams {
   int32_t is_dependent;   // launch before the kernel before it has ended
   int32_t num_tiles;      // of weight rows, as equal as units allow; a CTA multiplies one at a time
   int32_t num_ctas;       // at most num_tiles times the chunks of 128 columns
+  int32_t copy_pace;      // bytes a clock of a CTA's early copies (copy_pace.cuh)
 };

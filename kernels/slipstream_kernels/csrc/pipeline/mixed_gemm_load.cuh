@@ -1,9 +1,10 @@
-// The producer warp: copies the weights of a pass as the order of the format allows, and the tokens of a stage by one tensor
-// copy. A small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands.
+// The producer warps: one copies the weights of a pass as the order of the format allows, and the tokens of a stage by one
+// tensor copy; in the ring's first round, which begins while the kernel before still runs, another brings the tokens. A small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
 #include "ptx/dependent_launch.cuh"
+#include "pipeline/copy_pace.cuh"
 #include "schedule/mixed_gemm_shape.cuh"
 
 namespace slipstream {
@@ -19,12 +20,8 @@ __device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, 
 // The sum of two 16-bit elements of a word.
 template <typename T>
 __device__ __forceinline__ float sum_of_pair(uint32_t word) {
-  if constexpr (__is_same(T, __half)) {
-    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
-    return pair.x + pair.y;
-  } else {
-    return __uint_as_float(word << 16) + __uint_as_float(word & 0xFFFF0000u);
-  }
+  const float2 pair = unpack<T>(word);
+  return pair.x + pair.y;
 }
 
 // Adds up what the threads of a token's group have, of 32 features each, and stores it where MixedGemmConsumer::add reads
@@ -86,11 +83,14 @@ struct MixedGemmProducer {
   int lane = threadIdx.x % 32;
 
   __device__ __forceinline__ void run() const {
-    Walk ahead{work}, walk{work};
-    int num_ahead = 0;
-    for (; num_ahead < SHAPE::kStages && !ahead.is_done(); ++num_ahead, ahead.advance()) copy_weights(num_ahead, ahead);
+    const CopyPace pace(p.copy_pace, memory.empty(0));
+    Walk ahead{work};
+    for (int stage = 0; stage < SHAPE::kStages && !ahead.is_done(); ++stage, ahead.advance()) {
+      // Weights of up to 8 tokens were 0 to 2 % slower so: some of them fill less than half of a ring.
+      if constexpr (SHAPE::kColumns > 8) pace.wait(stage * SHAPE::kBlocks * SHAPE::kBlockBytes);
+      copy_weights(stage, ahead);
+    }
     await_previous();
-    for (int stage = 0; stage < num_ahead; ++stage, walk.advance()) copy_tokens(stage, walk);
     PipelineState<SHAPE::kStages> state;
     state.parity = 1;   // the second time around
 #pragma unroll 1
@@ -99,6 +99,12 @@ struct MixedGemmProducer {
       copy_weights(state.stage, ahead);
       copy_tokens(state.stage, ahead);
     }
+  }
+
+  __device__ __forceinline__ void run_first_tokens() const {
+    await_previous();
+    Walk walk{work};
+    for (int stage = 0; stage < SHAPE::kStages && !walk.is_done(); ++stage, walk.advance()) copy_tokens(stage, walk);
   }
 
  private:

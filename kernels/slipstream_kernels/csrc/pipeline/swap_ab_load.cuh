@@ -6,6 +6,7 @@
 // rounds late, and would wait for a parity that has come and gone.
 #pragma once
 
+#include "pipeline/copy_pace.cuh"
 #include "pipeline/dynamic_pipeline_state.cuh"
 #include "pipeline/late_producer.cuh"
 #include "ptx/dependent_launch.cuh"
@@ -41,11 +42,17 @@ struct SwapAbProducer {
 
   __device__ __forceinline__ void run() const {
     if (warp == 0) await_previous();
-    for (Walk walk{work, memory.num_stages}; walk.has_more(); walk.advance()) {
+    const CopyPace pace(p.copy_pace, memory.empty(0));
+    int num_stages = 0;
+    for (Walk walk{work, memory.num_stages}; walk.has_more(); walk.advance(), ++num_stages) {
       delay_late_producer(warp);
       wait_barrier(memory.empty(walk.state.stage), walk.state.parity ^ 1);   // passes at once in the first round
-      if (warp == 0) load_tokens(walk);
-      else load_weights(walk);
+      if (warp == 0) {
+        load_tokens(walk);
+      } else {
+        if (num_stages < memory.num_stages) pace.wait(num_stages * memory.stage_bytes);
+        load_weights(walk);
+      }
     }
   }
 

@@ -2,6 +2,7 @@
 // A stage has one copy of weights and one of tokens, each a single box.
 #pragma once
 
+#include "pipeline/copy_pace.cuh"
 #include "pipeline/dynamic_pipeline_state.cuh"
 #include "pipeline/late_producer.cuh"
 #include "ptx/dependent_launch.cuh"
@@ -40,12 +41,14 @@ struct StreamProducer {
   __device__ __forceinline__ void run_weights() const {
     const uint32_t bytes = stream_tile_units(p) * SHAPE::kUnitBytes;
     Walk walk(work, memory.num_stages);
-    int unit = work.begin_unit(p, walk.tile);
+    const CopyPace pace(p.copy_pace, memory.empty(0));
+    int unit = work.begin_unit(p, walk.tile), num_stages = 0;
 #pragma unroll 1
-    while (walk.left > 0) {
+    for (; walk.left > 0; ++num_stages) {
       const int stage = walk.state.stage;
       wait_barrier(memory.empty(stage), walk.state.parity ^ 1);   // passes at once in the first round
       delay_late_producer(kWeights);
+      if (num_stages < memory.num_stages) pace.wait(num_stages * static_cast<int>(bytes));
       arrive_expecting(memory.full(stage), bytes);
       copy_box(memory.weights(stage), &maps.weights, memory.full(stage), kReadOnce, walk.chunk * 128, 16 * unit);
       if (walk.advance()) unit = work.begin_unit(p, walk.tile);   // divides: once a tile

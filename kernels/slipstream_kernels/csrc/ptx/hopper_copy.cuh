@@ -39,6 +39,18 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
       "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether a barrier's phase of this parity has ended, and the one after it has not.
+__device__ __forceinline__ bool has_ended(uint32_t barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}" : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+  return ended != 0;
+}
+
 // Copies the map's box at (x, y, z) to shared memory; what lies outside of the tensor becomes zero.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   asm volatile(

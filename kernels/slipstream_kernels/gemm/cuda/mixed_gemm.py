@@ -15,7 +15,7 @@ import torch
 
 from slipstream_kernels.cuda.build import load
 from slipstream_kernels.cuda.launch import addresses, fields, launch
-from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.gemm.tuning import H200, Tuning
 
 SOURCE = "sm90_mixed_gemm.cu"
@@ -30,7 +30,7 @@ POINTERS = (
 )  # fmt: skip
 COUNTS = (
     "num_tokens", "out_features", "in_features", "warpgroups_m", "splits", "num_clusters", "token_tiles", "is_gated",
-    "is_channelwise", "out_is_half", "is_dependent",
+    "is_channelwise", "out_is_half", "is_dependent", "copy_pace",
 )  # fmt: skip
 
 
@@ -115,6 +115,7 @@ def mixed_gemm(
         token_tiles=variant.token_tiles,
         is_gated=gated,
         is_dependent=launches_dependently(x.device),
+        copy_pace=copy_pace(x.device),
     )
     launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)
     return out

@@ -12,7 +12,7 @@ import torch
 
 from slipstream_kernels.cuda.build import load
 from slipstream_kernels.cuda.launch import addresses, launch
-from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.gemm.cuda import mixed_gemm
 from slipstream_kernels.gemm.cuda.mixed_gemm import (
     BLOCK,
@@ -85,6 +85,7 @@ def mixed_gemm_w4a16(
         token_tiles=variant.token_tiles,
         is_channelwise=group_scales.shape[0] == 1,
         is_dependent=launches_dependently(x.device),
+        copy_pace=copy_pace(x.device),
     )
     launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)
 

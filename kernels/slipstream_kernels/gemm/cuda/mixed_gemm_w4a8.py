@@ -12,7 +12,7 @@ import torch
 
 from slipstream_kernels.cuda.build import load
 from slipstream_kernels.cuda.launch import launch
-from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, Format, MixedGemmParams, clusters_at_once
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
@@ -85,6 +85,7 @@ def mixed_gemm_w4a8(
         is_channelwise=weight.scales.shape[0] == 1,
         out_is_half=out.dtype == torch.float16,
         is_dependent=launches_dependently(device),
+        copy_pace=copy_pace(device),
     )
     launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, device)
 

@@ -15,7 +15,7 @@ from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import fields, launch
-from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import E4M3
 
 SOURCE = "sm90_skinny_gemm.cu"
@@ -33,7 +33,7 @@ POINTERS = ("x", "weight", "scale", "bias", "out", "queue")
 STRIDES = ("x_row_stride", "out_row_stride", "scale_row_stride")
 COUNTS = (
     "num_tokens", "num_outputs", "in_features", "num_ctas", "is_dependent", "tiles", "columns", "is_gated",
-    "is_resident",
+    "is_resident", "copy_pace",
 )  # fmt: skip
 
 
@@ -118,6 +118,7 @@ def skinny_gemm(
         columns=variant.columns,
         is_gated=gated,
         is_resident=variant.is_resident,
+        copy_pace=copy_pace(x.device),
     )
     launch("skinny_gemm", library, params, x.device)
     return out

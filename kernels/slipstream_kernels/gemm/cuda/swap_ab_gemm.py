@@ -14,7 +14,7 @@ import torch
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import fields, launch
-from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.gemm.cuda import swap_ab_choice
 from slipstream_kernels.gemm.cuda.swap_ab_choice import COLUMNS, MAX_TOKENS, UNIT_ROWS, Product, Variant
@@ -25,7 +25,7 @@ OUTPUTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 POINTERS = ("x", "weight", "x_scale", "scale", "bias", "out")
 STRIDES = ("x_row_stride", "out_row_stride", "x_scale_stride", "scale_stride")
 COUNTS = (
-    "num_tokens", "num_units", "in_features", "is_dependent", "tiles", "splits", "is_gated",
+    "num_tokens", "num_units", "in_features", "is_dependent", "tiles", "splits", "is_gated", "copy_pace",
 )  # fmt: skip
 
 
@@ -126,6 +126,7 @@ def swap_ab_gemm(
         tiles=variant.tiles,
         splits=variant.splits,
         is_gated=gated,
+        copy_pace=copy_pace(weight.device),
     )
     launch("swap_ab_gemm", library, params, weight.device)
     return out

@@ -15,7 +15,7 @@ import torch
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
-from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import (
     COLUMNS,
@@ -30,7 +30,7 @@ ALIGNMENT = 16  # bytes: of rows, and input features of a weight
 POINTERS = ("x", "weight", "x_scale", "scale", "bias", "out", "partial_sums", "counters")
 STRIDES = ("x_row_stride", "out_row_stride")
 COUNTS = (
-    "num_tokens", "num_units", "in_features", "is_dependent", "num_tiles", "num_ctas",
+    "num_tokens", "num_units", "in_features", "is_dependent", "num_tiles", "num_ctas", "copy_pace",
 )  # fmt: skip
 
 
@@ -105,6 +105,7 @@ def swap_ab_stream(
         is_dependent=launches_dependently(weight.device),
         num_tiles=plan.num_tiles,
         num_ctas=plan.num_ctas,
+        copy_pace=copy_pace(weight.device),
     )
     launch("swap_ab_stream", load(SOURCE, defines(plan.columns)), params, weight.device)
     return out
