@@ -32,10 +32,14 @@ uint32_t pack(float low, float high) {
   return bits_of(from_float<T>(low)) | bits_of(from_float<T>(high)) << 16;
 }
 
-inline float2 floats_of(uint32_t pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}; }
+template <typename T>
+float2 unpack(uint32_t pair) {
+  if constexpr (__is_same(T, __half)) return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  else return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
 
 inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
-  const float2 a = floats_of(pair), b = floats_of(factor);
+  const float2 a = unpack<__nv_bfloat16>(pair), b = unpack<__nv_bfloat16>(factor);
   return pack<__nv_bfloat16>(a.x * b.x, a.y * b.y);
 }
 
