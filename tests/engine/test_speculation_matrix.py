@@ -108,7 +108,10 @@ def runs(model: Path, plain: Run, tmp_path_factory: pytest.TempPathFactory) -> o
         texts |= {-1 - hog: [] for hog in range(NUM_HOGS)}
         Prompter(texts).attend(engine)
         told = {cell: tuple(told.token_ids) for cell, told in plain.told.items()}
-        return run(engine, told if method == "ngram" else {})
+        with pytest.MonkeyPatch.context() as patch:  # requests of a grammar that is slow, or late, draft nothing
+            patch.setattr("slipstream.engine.grammar_host._SLOW_TOKEN_S", 60.0)
+            patch.setattr("slipstream.engine.structured_output.GRACE_S", 60.0)
+            return run(engine, told if method == "ngram" else {})
 
     return run_of
 
