@@ -30,8 +30,10 @@ def launches_dependently(device: torch.device) -> bool:
 def copy_pace(device: torch.device) -> int:
     """Bytes a clock of an SM's early copies of weights: 0.85 of its share of the rate that memory is made for.
 
-    16 on an H200, where 16 and 20 were as good and 6, 9 and 12 slower (docs/measurements/gemm.md).
+    16 on an H200, where 16 and 20 were as good and 6, 9 and 12 slower (docs/measurements/gemm.md).  0, as fast as it
+    can, where the driver does not state its clocks.
     """
     properties = torch.cuda.get_device_properties(device)
     bytes_per_s = 2 * 1e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
-    return max(round(0.85 * bytes_per_s / (1e3 * properties.clock_rate * properties.multi_processor_count)), 1)
+    clocks_per_s = 1e3 * properties.clock_rate * properties.multi_processor_count
+    return round(0.85 * bytes_per_s / clocks_per_s) if clocks_per_s else 0

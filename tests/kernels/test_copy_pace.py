@@ -30,15 +30,16 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize(
     ("gpu", "expected"),
     [
-        ({"memory_clock_rate": 3_201_000, "memory_bus_width": 6144, "multi_processor_count": 132}, 16),  # H200
-        ({"memory_clock_rate": 2_619_000, "memory_bus_width": 5120, "multi_processor_count": 132}, 11),  # H100
-        ({"memory_clock_rate": 1, "memory_bus_width": 8, "multi_processor_count": 132}, 1),
+        ({"memory_clock_rate": 3_201_000, "memory_bus_width": 6016, "clock_rate": 1_980_000}, 16),  # H200
+        ({"memory_clock_rate": 2_619_000, "memory_bus_width": 5120, "clock_rate": 1_980_000}, 11),  # H100
+        ({"memory_clock_rate": 0, "memory_bus_width": 5120, "clock_rate": 1_980_000}, 0),  # not stated
+        ({"memory_clock_rate": 2_619_000, "memory_bus_width": 5120, "clock_rate": 0}, 0),
     ],
 )
 def test_pace_is_a_little_less_than_an_sm_gets(
     gpu: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = SimpleNamespace(**gpu, clock_rate=1_980_000)
+    properties = SimpleNamespace(**gpu, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     dependent_launch.copy_pace.cache_clear()
     try:
