@@ -1,8 +1,8 @@
 // Products of few tokens with weights of 4 or 8 bits that become operands in registers, for Hopper (sm_90a).
 // Contracts: gemm/int8_mm.py (W8A16), gemm/int4_mm.py (W4A16, W4A8).
 //
-// One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). Two warps fill a ring
-// with weights and tokens (mixed_gemm_load.cuh), warpgroups expand weights into operands in registers and multiply
+// One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). Two warps fill a
+// ring with weights and tokens (mixed_gemm_load.cuh), warpgroups expand weights into operands in registers and multiply
 // (mixed_gemm_multiply.cuh), and sums meet in shared memory (mixed_gemm_epilogue.cuh). The kernel starts while the one
 // before it still runs, and fills its ring with weights meanwhile. Built once per SLIPSTREAM_FORMAT
 // (of mixed_gemm_formats.cuh), SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS (of a block with scales of their own: 0, 1, 2) and

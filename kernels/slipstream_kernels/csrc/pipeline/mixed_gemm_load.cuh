@@ -1,5 +1,6 @@
 // The producer warps: one copies the weights of a pass as the order of the format allows, and the tokens of a stage by one
-// tensor copy; in the ring's first round, which begins while the kernel before still runs, another brings the tokens. A small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands.
+// tensor copy; in the ring's first round, which begins while the kernel before still runs, another brings the tokens. A
+// small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
