@@ -114,11 +114,9 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear | UpProjection, ...]:
         return (*self.attention.linears(), *self.mlp.linears())
 
-    def launches_as(self, other: DecoderLayer) -> bool:
-        """Whether both run the same kernels for the same step, once loaded."""
-        return self._traits() == other._traits()
-
-    def _traits(self) -> tuple[object, ...]:
+    @property
+    def traits(self) -> tuple[object, ...]:
+        """What decides its kernels beside the step, comparable, once it is loaded."""
         weights = [linear.weight.traits for linear in self.linears() if isinstance(linear, Linear)]
         return self.spec, weights, set(self.attention.kv_scales)
 
@@ -173,14 +171,8 @@ class Decoder:
 
     def _repeated_layers(self) -> frozenset[int]:
         """The first layer has no residual, and the last one may compute some rows only: none repeats them."""
-        kinds: list[DecoderLayer] = []
-        repeated = set()
-        for index, layer in enumerate(self.layers[1:-1], start=1):
-            if any(layer.launches_as(kind) for kind in kinds):
-                repeated.add(index)
-            else:
-                kinds.append(layer)
-        return frozenset(repeated)
+        kinds = [layer.traits for layer in self.layers[1:-1]]
+        return frozenset(index for index, kind in enumerate(kinds, start=1) if kind in kinds[: index - 1])
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
