@@ -19,15 +19,9 @@ from slipstream.nn.heads.mtp import MTPModule
 from slipstream.nn.latent_attention import LatentAttention
 from stored_experts import E4M3, Writer, awq, fp8, gptq, linears
 from tiny_checkpoints import make_checkpoint, relative_error
-from tiny_latent_mtp import add_mtp
+from tiny_latent_mtp import SIZES, add_mtp
 from transformers import AutoConfig
 
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 128,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 128, "q_lora_rank": 128,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4, "n_group": 1,
-    "topk_group": 1, "num_experts_per_tok": 4,  # every expert: rounding moves no token to others
-}  # fmt: skip
 KEPT = ["lm_head", "gate"]  # routers
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "modules_to_not_convert": ["mlp.gate"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}

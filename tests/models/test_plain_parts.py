@@ -23,14 +23,8 @@ from slipstream.nn.load import load_model, weight_bytes
 from slipstream.nn.spec import read_spec
 from stored_experts import Writer, awq, fp8, gptq
 from tiny_checkpoints import make_checkpoint
-from tiny_latent_mtp import add_mtp
+from tiny_latent_mtp import SIZES, add_mtp
 
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "moe_intermediate_size": 128,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 128, "q_lora_rank": 128,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 4, "n_group": 1,
-    "topk_group": 1, "num_experts_per_tok": 4,  # every expert: rounding moves no token to others
-}  # fmt: skip
 DENSE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -110,7 +104,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek-v3", tmp_path_factory.mktemp("latent"), **SIZES).path
+    sizes = {**SIZES, "num_hidden_layers": 3, "qk_rope_head_dim": 128}
+    return make_checkpoint("deepseek-v3", tmp_path_factory.mktemp("latent"), **sizes).path
 
 
 def check(full: Path, folder: Path, name: str, entries: str, pattern: str) -> Decoder:

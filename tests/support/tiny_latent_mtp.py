@@ -11,6 +11,12 @@ from transformers import DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
 FILE = "model.safetensors"
+SIZES = {  # of the checkpoint, for formats of blocks and groups
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 128, "q_lora_rank": 128,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 4,  # every expert: rounding moves no token to others
+}  # fmt: skip
 NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
