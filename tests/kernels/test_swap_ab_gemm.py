@@ -11,7 +11,8 @@ import torch
 from hopper import assert_compiles_well, needs_hopper
 from kernel_choices import Hopper
 from slipstream_kernels import ops
-from slipstream_kernels.gemm.choose import choose, variant_of
+from slipstream_kernels.gemm import tuning
+from slipstream_kernels.gemm.choose import choose, plain_rows_of, variant_of
 from slipstream_kernels.gemm.cuda import swap_ab_choice
 from slipstream_kernels.gemm.cuda import swap_ab_gemm as cuda_cluster
 from slipstream_kernels.gemm.product import FP8_ROWS, PLAIN_ROWS, Product, WeightKind
@@ -161,10 +162,33 @@ def test_is_chosen_where_it_was_measured_to_be_faster() -> None:
     assert is_chosen(48, 28672, 8192, "plain", gated=True) and not is_chosen(96, 28672, 8192, "plain", gated=True)
     assert not is_chosen(64, 4096, 8192, "plain") and not is_chosen(64, 128256, 8192, "plain")
     assert is_chosen(128, 4096, 4096, "fp8") and not is_chosen(128, 4096, 4096, "fp8_block")
-    for weights, columns in (("plain", [32, 64]), ("fp8", [32, 64, 128]), ("fp8_block", [32, 64])):
+    assert is_chosen(9, 28672, 4096, "fp8", gated=True) and not is_chosen(9, 4096, 4096, "fp8")
+    assert is_chosen(16, 7168, 16384, "fp8_block") and is_chosen(48, 36864, 7168, "fp8_block", gated=True)
+    assert is_chosen(16, 22016, 4096, "plain", gated=True) and not is_chosen(16, 28672, 8192, "plain", gated=True)
+    for weights, columns in (("plain", [16, 32, 64]), ("fp8", [16, 32, 64, 128]), ("fp8_block", [16, 32, 64])):
         assert swap_ab_choice.columns_of(ranges_of("NVIDIA H200", weights, "swap_ab_gemm")) == columns
     weight = ops.plain_weight(torch.zeros(32, 128)).kind
     assert variant_of(Product(weight, 64, PLAIN_ROWS, torch.float32)).kernel == "library"
+
+
+def test_long_rows_are_quantised_from_the_first_on() -> None:
+    """skinny_gemm holds the rows of 4096 features, and reads longer ones again for each pass."""
+
+    def most_plain(out_features: int, in_features: int, weights: str = "fp8") -> int:
+        kind = WeightKind(weights, out_features, in_features, torch.float8_e4m3fn, torch.device("meta"), rows=FP8_ROWS)
+        return plain_rows_of(kind, 8, Hopper(132))
+
+    assert most_plain(27392, 5120) == most_plain(15360, 5120) == most_plain(10240, 8192) == 0
+    assert most_plain(28672, 4096) == most_plain(5120, 13824) == most_plain(27392, 5120, "fp8_block") == 8
+
+
+def test_few_rows_share_sums_as_widely_as_more() -> None:
+    """A tile of 16 tokens has two groups of 8, so that four CTAs cannot finish one each."""
+    product = swap_ab_choice.Product(16, 4096, 4096, False)
+    costs = tuning.H200.swap_ab_fp8
+    assert swap_ab_choice.choose(product, lambda variant: H200[variant.splits], costs) == (32, 2, 4)
+    wide = product._replace(out_features=57344)
+    assert swap_ab_choice.choose(wide, lambda variant: H200[variant.splits], costs).columns == 16
 
 
 def test_narrow_products_share_sums() -> None:

@@ -136,9 +136,10 @@ EXPERT_FORMS = {
 
 def chosen(form: Form, rows: int, product: Product, num_sms: int) -> str:
     kind = _kind(form, product.out_features, product.in_features)
-    quantised = PLAIN_ROWS if rows <= form.most_plain else form.rows
+    device = Hopper(num_sms)
+    quantised = PLAIN_ROWS if rows <= dense.plain_rows_of(kind, form.most_plain, device) else form.rows
     wanted = DenseProduct(kind, rows, quantised, torch.bfloat16, product.gated)
-    return str(dense.choose(wanted, Hopper(num_sms)))
+    return str(dense.choose(wanted, device))
 
 
 def chosen_for_experts(form: Form, rows: int, model: Model, product: Product, num_sms: int) -> str:

@@ -50,11 +50,19 @@ def variant_of(product: Product) -> Variant:
     return choose(product, this_device(product.weight.device))
 
 
-def plain_rows_of(weight: WeightKind, most: int) -> int:
-    """Up to how many rows, and no more than `most`, the weight is multiplied by rows that are not quantised."""
+def plain_rows_of(weight: WeightKind, most: int, device: Device[Product] | None = None) -> int:
+    """Up to how many rows, and no more than `most`, the weight is multiplied by rows that are not quantised.
+
+    device: None: the weight's own.
+    """
     product = Product(weight, most, PLAIN_ROWS, torch.bfloat16)
-    device = this_device(weight.device)
-    return most if device.num_sms and device.refusal("skinny_gemm", product) is None else 0
+    device = device or this_device(weight.device)
+    if not device.num_sms or device.refusal("skinny_gemm", product) is not None:
+        return 0
+    is_faster_in_fp8 = weight.format == "fp8" and any(
+        case.holds(product) for case in tuning.tuning_of(device.name).always_fp8
+    )
+    return 0 if is_faster_in_fp8 and device.refusal("swap_ab_gemm", product) is None else most
 
 
 @lru_cache

@@ -113,9 +113,8 @@ def _sizes(product: Product) -> swap_ab_choice.Product:
 
 def _swap_ab_config(product: Product, device: Device[Product]) -> Config:
     tuning = tuning_of(device.name)
-    has_own = product.weight.format == "fp8" and product.num_rows > 32
-    count = partial(device.count_clusters, "swap_ab_gemm", product)
-    return swap_ab_choice.choose(_sizes(product), count, tuning.swap_ab_fp8 if has_own else tuning.swap_ab)
+    costs = tuning.swap_ab_fp8 if product.weight.format == "fp8" else tuning.swap_ab
+    return swap_ab_choice.choose(_sizes(product), partial(device.count_clusters, "swap_ab_gemm", product), costs)
 
 
 def _swap_ab_clusters(product: Product, config: Config) -> int:

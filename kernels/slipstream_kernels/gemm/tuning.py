@@ -112,7 +112,8 @@ class Tuning:
     mixed_gemm_w4a16: (most tokens of a tile, warpgroups_m, splits, least, most blocks) of up to so many rows, likewise;
     small_weights: of up to so many rows, weights of up to so many numbers are not multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
-    swap_ab_fp8: of more than 32 FP8 rows with one scale a weight row; swap_ab: of all others.
+    swap_ab_fp8: of FP8 rows and weights with one scale a row; swap_ab: of all others.
+    always_fp8: weights with one scale a row whose input is quantised from one row on; of others from nine on.
     """
 
     uses: Table
@@ -125,6 +126,7 @@ class Tuning:
     swap_ab: SwapAbCosts
     swap_ab_fp8: SwapAbCosts
     stream: StreamCosts
+    always_fp8: tuple[Case, ...]
 
 
 _ANY = Use("reference")
@@ -151,15 +153,16 @@ _SWAP_AB_OF_PLAIN = Use(
 _SWAP_AB_OF_FP8 = Use(
     "swap_ab_gemm",
     (
-        Case(((17, 112),), (16385, _ONE_ROUND), gated=True),
-        Case(((17, 64),), (_ONE_ROUND + 1, _MOST_OF_TWO - 1), gated=True),
-        Case(((17, 112),), (_MOST_OF_TWO, MOST_ROWS), gated=True),
+        Case(((1, 112),), (16385, _ONE_ROUND), gated=True),
+        Case(((1, 64),), (_ONE_ROUND + 1, _MOST_OF_TWO - 1), gated=True),
+        Case(((1, 112),), (_MOST_OF_TWO, MOST_ROWS), gated=True),
         Case(((17, 32), (65, 128)), (0, 8192), (8192, MOST_ROWS), gated=False),
-        Case(((17, 32),), (8193, 12287), (8192, MOST_ROWS), gated=False),
+        Case(((1, 32),), (8193, 12287), (8192, MOST_ROWS), gated=False),
         Case(((17, 32), (65, 128)), (0, 12287), (2048, 8191), gated=False),
         Case(((33, 64),), (0, 3840), (2048, 8191), gated=False),  # clusters of four run at once, of 128 each
-        Case(((17, 32),), (12288, 16384), (4096, 8191), gated=False),
-        Case(((17, 128),), (16385, _ONE_ROUND), gated=False),
+        Case(((1, 32),), (12288, 16384), (4096, 8191), gated=False),
+        Case(((1, 128),), (16385, _ONE_ROUND), gated=False),
+        Case(((1, 16),), (_ONE_ROUND + 1, MOST_ROWS), gated=False),
     ),
 )
 _STREAM_OF_FP8 = Use(
@@ -170,13 +173,23 @@ _STREAM_OF_FP8 = Use(
         Case(((65, 128),), (12288, 16384), (4096, 8191), gated=False),
     ),
 )
+_SWAP_AB_OF_FP8_BLOCKS = Use(
+    "swap_ab_gemm",
+    (
+        Case(((1, 64),), (16385, MOST_ROWS), gated=True),
+        Case(((1, 32),), (4096, 16384), (4096, MOST_ROWS), gated=False),
+        Case(((1, 32),), (16385, _ONE_ROUND), (1536, MOST_ROWS), gated=False),
+    ),
+)
+# 9 to 16 rows of few features: skinny_gemm adds up its warps' sums after each pass, 22016 x 2048 37 us and 33 here
+_SWAP_AB_OF_SHORT_ROWS = Use("swap_ab_gemm", (Case(((9, 16),), (16385, MOST_ROWS), (0, 5120), gated=True),))
 _USES_OF_H200: Table = {
-    ("plain", PLAIN_ROWS): (up_to("skinny_gemm", 16), _SWAP_AB_OF_PLAIN, Use("library")),
+    ("plain", PLAIN_ROWS): (_SWAP_AB_OF_SHORT_ROWS, up_to("skinny_gemm", 16), _SWAP_AB_OF_PLAIN, Use("library")),
     ("onednn", PLAIN_ROWS): (Use("onednn"),),
     ("fp8", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
     ("fp8", FP8_ROWS): (_STREAM_OF_FP8, _SWAP_AB_OF_FP8, *_SCALED),
     ("fp8_block", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
-    ("fp8_block", FP8_ROWS): (Use("swap_ab_gemm", (Case(((17, 64),), (0, 32768), gated=True),)), *_SCALED),
+    ("fp8_block", FP8_ROWS): (_SWAP_AB_OF_FP8_BLOCKS, *_SCALED),
     ("int8", PLAIN_ROWS): (up_to("skinny_gemm", 16), Use("int8_mm"), _ANY),
     ("int8", INT8_ROWS): (at_least("int8_gemm", 65), Use("int8_mm"), _ANY),
     ("w8a16", PLAIN_ROWS): (
@@ -256,6 +269,13 @@ H200 = Tuning(
         sum_bytes_per_us=22.5e3,
     ),
     stream=StreamCosts(),
+    # skinny_gemm reads all rows again for each pass: 8 rows of 15360 x 5120 29 us and 22 in FP8, of 27392 x 5120 48 and
+    # 36, of 57344 x 8192 129 and 111; one row 26 and 22, 42 and 36, 113 and 111
+    always_fp8=(
+        Case(out_features=(8193, 12287), row_bytes=(8192, MOST_ROWS)),
+        Case(out_features=(12288, 16384), row_bytes=(4097, 8191)),
+        Case(out_features=(16385, MOST_ROWS), row_bytes=(4097, MOST_ROWS)),
+    ),
 )
 _CPU = (Use("cpu"), _ANY)
 _USES_OF_CPU: Table = {

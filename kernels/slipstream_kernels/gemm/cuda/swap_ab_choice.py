@@ -59,6 +59,8 @@ def choose(product: Product, count_clusters: Callable[[Variant], int], costs: Sw
     """The variant with the least estimate.  count_clusters: how many of its clusters run at once; 0: it cannot run."""
     columns = next(columns for columns in COLUMNS if product.num_tokens <= columns)
     variants = [Variant(columns, *size) for size in COMPILED[columns, product.gated]]
+    if columns < 32 and not product.gated:  # a cluster's CTAs finish 8 tokens each, so that four need a tile of 32
+        variants += [Variant(32, *size) for size in COMPILED[32, False] if size[1] == 4]
     return min(variants, key=lambda variant: estimate_us(product, variant, count_clusters(variant), costs))
 
 
