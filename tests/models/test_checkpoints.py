@@ -66,6 +66,20 @@ def test_sharded_files_give_the_same_logits(tmp_path: Path) -> None:
     assert relative_error(logits(load(tmp_path)), sharded.logits(PROMPT)) <= 1e-4
 
 
+def test_shards_without_an_index_are_read_by_their_headers(tmp_path: Path) -> None:
+    """As vLLM reads them; the means of keys beside them are no weights, and are not a shard."""
+    sharded = make_checkpoint("qwen2", tmp_path, max_shard_size="60KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file({"0.k_mean": torch.ones(2)}, tmp_path / "key_means.safetensors")
+    edit_config(tmp_path, dtype=..., torch_dtype=...)
+    assert relative_error(logits(load(tmp_path)), sharded.logits(PROMPT)) <= 1e-4
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
+    (name, tensor), *_ = load_file(first).items()
+    save_file({**load_file(second), name: tensor}, second)
+    with pytest.raises(ConfigError, match=f"{second.name}'.*{name} is in {first.name} as well; accepted: each tensor"):
+        load(tmp_path)
+
+
 def test_bf16_checkpoint_loads_into_any_dtype(checkpoint: TinyCheckpoint, folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
     edit_config(folder, dtype="bfloat16")
@@ -77,13 +91,15 @@ def test_bf16_checkpoint_loads_into_any_dtype(checkpoint: TinyCheckpoint, folder
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_dtype_that_no_config_states_is_the_stored_one(stored: torch.dtype, is_sharded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["one file", "sharded", "without index"])
+def test_a_dtype_that_no_config_states_is_the_stored_one(stored: torch.dtype, form: str, tmp_path: Path) -> None:
     """It was float32, and so twice the memory on a GPU. Biases of routers may be of a wider type than the model."""
     model = make_model("glm4-moe").to(stored)
-    model.save_pretrained(tmp_path, max_shard_size="60KB" if is_sharded else "1GB")
+    model.save_pretrained(tmp_path, max_shard_size="1GB" if form == "one file" else "60KB")
     edit_config(tmp_path, dtype=..., torch_dtype=...)
-    if not is_sharded:
+    if form == "without index":
+        (tmp_path / "model.safetensors.index.json").unlink()
+    if form == "one file":
         bias = "model.layers.1.mlp.gate.e_score_correction_bias"
         edit_tensors(tmp_path, lambda tensors: tensors.update({bias: tensors[bias].float()}))
     assert resolve_dtype("auto", read_spec(tmp_path), torch.device("cuda")) == stored

@@ -1,4 +1,4 @@
-"""The dtype of a checkpoint whose config.json states none, from the header of one of its files."""
+"""The dtype of a checkpoint whose config.json states none, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.nn.hf_config import DTYPE_KEYS, HFConfig, read_json
 from slipstream.nn.models.family import Family
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import tensor_name
-from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, read_headers
+from slipstream.nn.weights import INDEX_FILE, files_without_index, read_headers
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -28,19 +28,19 @@ def stored_dtype(checkpoint_dir: Path, family: Family, spec: DecoderSpec) -> tor
     Raises ConfigError for a file that is not whole.
     """
     embedding = f"{tensor_name(family.names_of(spec), 'embedding', 0)}.weight"
-    file = _file_of(checkpoint_dir, family, embedding)
-    if file is None or not file.is_file():
-        return None
-    headers = {family.read_as(name): header for name, header in read_headers([file]).items()}
+    files = _files_with(checkpoint_dir, family, embedding)
+    headers = {family.read_as(name): header for name, header in read_headers(files).items()}
     return DTYPES.get(headers[embedding].dtype) if embedding in headers else None
 
 
-def _file_of(checkpoint_dir: Path, family: Family, tensor: str) -> Path | None:
+def _files_with(checkpoint_dir: Path, family: Family, tensor: str) -> list[Path]:
+    """The one that an index names for the tensor, if it is there; without an index, all that may hold it."""
     index = checkpoint_dir / INDEX_FILE
     if not index.exists():
-        return checkpoint_dir / SINGLE_FILE
+        return files_without_index(checkpoint_dir)
     weight_map = read_json(index).get("weight_map")
     files = weight_map if isinstance(weight_map, dict) else {}
     name = next((file for stored, file in files.items() if family.read_as(stored) == tensor), None)
     # a file beyond the folder is refused by a load
-    return checkpoint_dir / name if isinstance(name, str) and Path(name).name == name else None
+    file = checkpoint_dir / name if isinstance(name, str) and Path(name).name == name else None
+    return [file] if file is not None and file.is_file() else []

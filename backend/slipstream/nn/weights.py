@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.hf_config import read_json
+from slipstream.nn.key_means import FILE as KEY_MEANS_FILE
 from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import Parallel
@@ -146,7 +147,10 @@ def draw_dummies(decoder: Decoder, seed: int) -> None:
 
 
 def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of its index, or the single one. Raises ConfigError."""
+    """The safetensors files of a checkpoint: those of its index, or the single one, or else all of the folder.
+
+    Raises ConfigError for a wrong index, a missing shard of it, or a folder without weights.
+    """
     index = checkpoint_dir / INDEX_FILE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -161,12 +165,20 @@ def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
         if absent:
             raise ConfigError("model", str(checkpoint_dir), f"shards of {INDEX_FILE} are missing: {', '.join(absent)}")
         return files
+    files = files_without_index(checkpoint_dir)
+    if files:
+        return files
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in checkpoint_dir.glob(pattern))
+    found = f"; found {', '.join(pickled[:_NUM_NAMED])}: `slipstream convert` writes safetensors" if pickled else ""
+    raise ConfigError("model", str(checkpoint_dir), f"needs {SINGLE_FILE}, or shards *.safetensors{found}")
+
+
+def files_without_index(checkpoint_dir: Path) -> list[Path]:
+    """The weights of a folder that has no index: the single file, else every shard, as their headers hold the names."""
     single = checkpoint_dir / SINGLE_FILE
     if single.is_file():
         return [single]
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in checkpoint_dir.glob(pattern))
-    found = f"; found {', '.join(pickled[:_NUM_NAMED])}: `slipstream convert` writes safetensors" if pickled else ""
-    raise ConfigError("model", str(checkpoint_dir), f"needs {SINGLE_FILE} or {INDEX_FILE}{found}")
+    return sorted(file for file in checkpoint_dir.glob("*.safetensors") if file.name != KEY_MEANS_FILE)
 
 
 def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
@@ -177,7 +189,9 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                     if name in headers:
-                        raise ConfigError("model", str(file), f"tensor {name} is in {headers[name].file.name} as well")
+                        other = headers[name].file.name
+                        reason = f"tensor {name} is in {other} as well; accepted: each tensor in one file"
+                        raise ConfigError("model", str(file), reason)
                     stored = tensors.get_slice(name)
                     headers[name] = TensorHeader(name, file, tuple(stored.get_shape()), stored.get_dtype())
         except (SafetensorError, OSError) as error:
