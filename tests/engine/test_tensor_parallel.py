@@ -38,7 +38,7 @@ from slipstream.worker.workspace import INTERMEDIATE_COPIES
 from speculation_config import speculation_config
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import make_eagle, make_medusa, make_mtp
-from tiny_model import make_tiny_windowed
+from tiny_model import make_tiny_llama, make_tiny_windowed
 
 SEEDED = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True, top_k=50, top_p=0.95)
 EDITED = replace(SEEDED, repetition_penalty=1.2, min_tokens=5, bad_words_ids=((4, 5), (9,)), logit_bias=((7, 2.0),))
@@ -226,8 +226,21 @@ def plan(model: Path, parallel: ParallelConfig, **changes: object) -> MemoryPlan
 def test_what_ranks_cannot_share_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: load_format=null"):
         plan(tiny_llama, TWO, load_format="null")
-    with pytest.raises(ConfigError, match="4 parts of 16 features, which 3 ranks do not share evenly"):
+    named = "4 parts of 16 features, which 3 ranks do not share evenly; accepted tensor_parallel_size: 1, 2$"
+    with pytest.raises(ConfigError, match=named):
         plan(tiny_llama, ParallelConfig(3))
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_parts_that_a_format_does_not_hold_name_the_number_of_ranks(size: int, tmp_path: Path) -> None:
+    """It was the field quantization, or that of its groups, which serves on one rank."""
+    model = make_tiny_llama(tmp_path / "model")
+    named = rf"^tensor_parallel_size={size}: .*(multiple of 32|evenly).*; accepted tensor_parallel_size: 1, 2$"
+    for quantization, group_size in (("wint4", 32), ("mxfp4", 0)):
+        with pytest.raises(ConfigError, match=named):
+            plan(model, ParallelConfig(size), quantization=quantization, quantization_group_size=group_size)
+    with pytest.raises(ConfigError, match=r"^quantization_group_size=128: .* has 64 inputs"):  # on no number of ranks
+        plan(model, ParallelConfig(4), quantization="wint4", quantization_group_size=128)
 
 
 def test_ranks_end_quietly_when_the_engine_cannot_load(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,7 @@ from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoin
 
 META = torch.device("meta")
 PLANNED_ATTENTION = "paged"  # holds nothing
+_FIELDS_OF_SIZES = ("quantization", "quantization_group_size", FIELD)  # of errors about a layer's sizes
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 log = logging.getLogger(__name__)
@@ -129,11 +131,39 @@ def planned_model(
     device: torch.device,
     parallel: Parallel = SINGLE,
 ) -> Decoder:
-    """The decoder on the meta device: has every tensor that it will hold on `device`, but takes no memory."""
+    """The decoder on the meta device: has every tensor that it will hold on `device`, but takes no memory.
+
+    Raises ConfigError as `load_model`; it names tensor_parallel_size if fewer ranks would hold the layers.
+    """
     _check_parallel(spec, parallel)
-    methods = choose_methods(config, spec)
-    context = _context(config, methods, META, dtype, parallel, device)
+    context = _context(config, choose_methods(config, spec), META, dtype, parallel, device)
+    try:
+        return _planned(spec, context)
+    except ConfigError as error:
+        if parallel.size == 1 or error.field not in _FIELDS_OF_SIZES:
+            raise
+        fewer = range(1 + parallel.splits_experts, parallel.size)
+        sizes = [str(size) for size in fewer if _is_held(spec, context, size)]
+        if not sizes:
+            raise
+        reason = error.accepted if error.field == FIELD else f"a rank's part of the model: {error}"
+        raise ConfigError(FIELD, parallel.size, f"{reason}; accepted {FIELD}: {', '.join(sizes)}") from error
+
+
+def _planned(spec: DecoderSpec, context: LayerContext) -> Decoder:
     return Decoder(spec, context, ATTENTION_BACKENDS.get(PLANNED_ATTENTION)(spec), num_positions=1)
+
+
+def _is_held(spec: DecoderSpec, context: LayerContext, size: int) -> bool:
+    """Whether so many ranks share the layers; the first and the last may have parts of different sizes."""
+    if size * context.parallel.num_stages % context.parallel.num_nodes:
+        return False
+    try:
+        for rank in (0, size - 1):
+            _planned(spec, replace(context, parallel=replace(context.parallel, rank=rank, size=size)))
+    except ConfigError:
+        return False
+    return True
 
 
 def check_model(

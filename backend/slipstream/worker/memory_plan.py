@@ -253,10 +253,10 @@ def _plan_stage(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     """The plan of one stage, without what lies behind its pool."""
     is_null = config.model.load_format == "null"
     max_model_len = resolve_max_model_len(config, spec)
+    held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype, hardware.parallel)
     own = spec.of_rank(hardware.parallel)
     groups, full_hold_reason = plan_groups(own, config, hardware.device, hardware.kv_dtype, max_model_len)
     block_bytes = _block_bytes(own, config, hardware, groups)
-    held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype, hardware.parallel)
     drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
