@@ -127,6 +127,24 @@ def test_an_answer_is_continued_read_and_deleted(
         fake_client.responses.retrieve(unkept.id)
 
 
+@pytest.mark.parametrize("place", ["header", "field"])
+def test_the_id_of_a_kept_answer_is_nobodys_choice(fake_client: openai.OpenAI, place: str) -> None:
+    """Two callers with the same request id have two kept answers; the id was the request's, for others to guess."""
+    chosen: dict = {
+        "header": {"extra_headers": {"x-request-id": "a/1"}},
+        "field": {"extra_body": {"request_id": "a/1"}},
+    }
+    texts = ("one", "other")
+    made = [
+        fake_client.responses.create(model="plain", input=script(pieces=[text]), **chosen[place]).id for text in texts
+    ]
+    assert all("a/1" not in one and len(one) == len("resp_") + 32 for one in made)
+    assert tuple(fake_client.responses.retrieve(one).output_text for one in made) == texts
+    for guess in ("resp_a/1", "resp_"):
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            fake_client.responses.create(model="plain", input="x", previous_response_id=guess)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

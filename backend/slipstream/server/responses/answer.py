@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from slipstream.server.tools.arguments import read_arguments
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse
 
+# Of a random id: who knows it may read the kept answer, so it is not the request's, which a client may choose.
+_ID_BYTES = 16
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
@@ -177,7 +180,7 @@ def _is_json(text: str) -> bool:
 def _head(request: ResponsesRequest) -> dict[str, Any]:
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
     return {
-        "id": f"resp_{request.request_id}",
+        "id": f"resp_{secrets.token_hex(_ID_BYTES)}",
         "object": "response",
         "created_at": int(time.time()),
         "model": request.model,
