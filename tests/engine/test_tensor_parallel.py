@@ -28,6 +28,8 @@ from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.executor import local_worker
 from slipstream.engine.ranks import LeadingWorker
+from slipstream.nn.load import check_model
+from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import read_spec
 from slipstream.worker import process_group, symmetric_memory
 from slipstream.worker.interface import Worker
@@ -46,6 +48,7 @@ LOGPROBS = replace(GREEDY, logprobs=3, prompt_logprobs=2)
 GUIDED = SamplingParams(max_tokens=16, temperature=0.0, guide=Guide("regex", "[a-z]{12}"))
 METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle")
 TWO = ParallelConfig(tensor_parallel_size=2)
+CPU = torch.device("cpu")
 
 
 def ranks() -> list[psutil.Process]:
@@ -237,8 +240,11 @@ def test_parts_that_a_format_does_not_hold_name_the_number_of_ranks(size: int, t
     model = make_tiny_llama(tmp_path / "model")
     named = rf"^tensor_parallel_size={size}: .*(multiple of 32|evenly).*; accepted tensor_parallel_size: 1, 2$"
     for quantization, group_size in (("wint4", 32), ("mxfp4", 0)):
+        config = ModelConfig(model=str(model), quantization=quantization, quantization_group_size=group_size)
         with pytest.raises(ConfigError, match=named):
             plan(model, ParallelConfig(size), quantization=quantization, quantization_group_size=group_size)
+        with pytest.raises(ConfigError, match=named):  # as `slipstream validate` asks
+            check_model(config, read_spec(model), CPU, torch.float32, parallel=Parallel(0, size))
     with pytest.raises(ConfigError, match=r"^quantization_group_size=128: .* has 64 inputs"):  # on no number of ranks
         plan(model, ParallelConfig(4), quantization="wint4", quantization_group_size=128)
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from paged_forward import PagedForward
 from safetensors.torch import load_file, save_file
-from slipstream.core.config import ModelConfig
+from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.load import load_model, resolve_dtype
+from slipstream.nn.load import load_model, resolve_device, resolve_dtype
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.spec import read_spec
+from slipstream.worker.memory_plan import resolve_hardware
 from tiny_checkpoints import TinyCheckpoint, make_checkpoint, make_model, relative_error
 from tiny_variants import MAX_POSITIONS
 from transformers import LlamaForCausalLM
@@ -291,6 +292,34 @@ def test_wish_that_cannot_be_served(checkpoint: TinyCheckpoint, fields: dict[str
 def test_device_that_is_not_there(checkpoint: TinyCheckpoint, device: str) -> None:
     with pytest.raises(ConfigError, match="device"):
         load_model(ModelConfig(model=str(checkpoint.path), device=device))
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_a_gpu_that_no_kernel_serves_is_refused(
+    checkpoint: TinyCheckpoint, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two: the second is an Ampere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((7, 5), (8, 0))[index])
+    if device == "cuda:1":
+        assert resolve_device(device) == torch.device("cuda", 1)
+        return
+    reason = f"^device='{device}': cuda:0 has compute capability 7.5, kernels need 8.0; accepted: cpu, or another GPU$"
+    with pytest.raises(ConfigError, match=reason):
+        load_model(ModelConfig(model=str(checkpoint.path), device=device))
+    config = EngineConfig(model=ModelConfig(model=str(checkpoint.path), device=device))
+    with pytest.raises(ConfigError, match=reason):
+        resolve_hardware(config, read_spec(checkpoint.path))
+
+
+def test_every_rank_needs_a_gpu_that_kernels_serve(checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((8, 0), (7, 0))[index])
+    model = ModelConfig(model=str(checkpoint.path), device="cuda")
+    config = EngineConfig(model=model, parallel=ParallelConfig(2))
+    with pytest.raises(ConfigError, match=r"^device='cuda': cuda:1 has compute capability 7\.0"):
+        resolve_hardware(config, read_spec(checkpoint.path))
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing", "slipstream-test/no-such-model"])

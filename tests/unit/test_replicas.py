@@ -106,6 +106,7 @@ def test_replicas_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> N
 def test_replicas_on_gpus_follow_each_other_or_are_where_the_group_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))  # GPUs of others may be old
     for config, device in (
         (config_of(Replica(1, 2), size=2), "cuda:2"),
         (config_of(Replica(1, 2), stages=2), "cuda:2"),

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.load import resolve_device
+from slipstream.nn.load import find_device
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def placed(config: EngineConfig) -> EngineConfig:
     replica, device_name = config.parallel.replica, config.model.device
     if replica.num_replicas == 1 and (not replica.gpus or ":" in device_name):
         return config
-    device = resolve_device(device_name)
+    device = find_device(device_name)
     if device.type == "cpu":
         if replica.gpus:
             raise ConfigError("instance_group", f"gpus {list(replica.gpus)}", f"device={device_name} is the CPU here")

@@ -33,6 +33,7 @@ from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
 
 META = torch.device("meta")
+LEAST_CAPABILITY = (8, 0)  # of a GPU: with bfloat16, and shared memory for the kernels' tiles
 PLANNED_ATTENTION = "paged"  # holds nothing
 _FIELDS_OF_SIZES = ("quantization", "quantization_group_size", FIELD)  # of errors about a layer's sizes
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,6 +42,14 @@ log = logging.getLogger(__name__)
 
 
 def resolve_device(device: str) -> torch.device:
+    """As `find_device`; raises ConfigError for a GPU that kernels do not serve as well."""
+    found = find_device(device)
+    if found.type == "cuda":
+        require_capability(device, found.index)
+    return found
+
+
+def find_device(device: str) -> torch.device:
     """ "auto": the first GPU if there is one, else the CPU. Raises ConfigError for a missing device."""
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -56,6 +65,15 @@ def resolve_device(device: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError("device", device, f"this machine has {torch.cuda.device_count()} usable GPUs")
     return torch.device("cuda", index)  # torch.cuda.set_device wants an index
+
+
+def require_capability(device: str, index: int) -> None:
+    """Raise ConfigError if the GPU of that number is too old. device: the setting that led to it."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        found, needed = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
+        reason = f"cuda:{index} has compute capability {found}, kernels need {needed}; accepted: cpu, or another GPU"
+        raise ConfigError("device", device, reason)
 
 
 def resolve_dtype(dtype: str, spec: DecoderSpec, device: torch.device) -> torch.dtype:
@@ -175,6 +193,8 @@ def check_model(
     parallel: Parallel = SINGLE,
 ) -> None:
     """Raises what `load_model` would raise; reads only the headers of the files and allocates no weights."""
+    if parallel.size > 1:
+        planned_model(config, spec, dtype, device, parallel)  # its error names the number of ranks, where that is wrong
     decoder = _build(config, spec, device, dtype, kv_dtype, META, parallel)
     if config.load_format not in ("dummy", "null"):
         check_checkpoint(decoder, resolve_checkpoint(config.model))

@@ -15,7 +15,7 @@ from slipstream.core.host_memory import host_memory
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.nn.kv_layout import KVLayout
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
-from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
+from slipstream.nn.load import require_capability, resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.draft_memory import draft_memory
@@ -72,14 +72,15 @@ def _first_rank(config: EngineConfig, device: torch.device) -> Parallel:
         field, value = STAGES_FIELD, settings.pipeline_parallel_size
     if config.model.load_format == "null":
         raise ConfigError(field, value, "load_format=null computes nothing; accepted: 1")
-    found, num_local = torch.cuda.device_count() - (device.index or 0), num_ranks // settings.num_nodes
+    first, num_local = device.index or 0, num_ranks // settings.num_nodes
+    found = torch.cuda.device_count() - first
     if device.type == "cpu" and num_local > MAX_CPU_RANKS:
-        sizes = "tensor_parallel_size x pipeline_parallel_size / num_nodes"
-        raise ConfigError(
-            field, value, f"{num_local} processes of a machine; accepted on a CPU: {sizes} up to {MAX_CPU_RANKS}"
-        )
+        accepted = f"tensor_parallel_size x pipeline_parallel_size / num_nodes up to {MAX_CPU_RANKS}"
+        raise ConfigError(field, value, f"{num_local} processes of a machine; accepted on a CPU: {accepted}")
     if device.type == "cuda" and num_local > found:
         raise ConfigError(field, value, f"needs {num_local} GPUs; there are {found} usable ones from {device} on")
+    for index in range(first, first + num_local) if device.type == "cuda" else ():
+        require_capability(config.model.device, index)
     return Parallel(0, size, splits_experts=settings.expert_parallel, num_nodes=settings.num_nodes)
 
 
