@@ -179,6 +179,17 @@ def test_a_set_for_old_drivers_has_no_library_of_a_later_cuda(monkeypatch: pytes
     assert (tmp_path / "out" / later.name).read_text() == ""
 
 
+def test_a_set_is_made_whatever_the_driver_of_the_machine_that_makes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine with an older driver refused it, though one without a driver did not."""
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "13.0"))
+    use_driver(monkeypatch, (12, 8))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert prebuilt.write(tmp_path / "out", [DEQUANTISE]) == 1
+    assert (tmp_path / "out" / prebuilt.TOOLKIT).read_text() == '{"cuda": "13.0"}\n'
+
+
 def test_a_cache_that_cannot_be_written_is_a_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -148,7 +148,7 @@ def cuda() -> list[Finding]:
     from slipstream_kernels.cuda import build, prebuilt, toolkit
 
     nvcc = toolkit.find_nvcc()
-    refusal = toolkit.compiler_refusal(nvcc)
+    refusal = toolkit.local_refusal(nvcc)
     unusable = prebuilt.refusal()
     if unusable is None:
         text = f"{prebuilt.count()} libraries, no compiler is needed for them"

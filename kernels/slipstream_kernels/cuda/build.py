@@ -90,7 +90,8 @@ def build(
 ) -> Path:
     """Return the library of `source` (a file in csrc/impls) compiled with `defines`, building it if needed.
 
-    folder: where it is looked for and kept; None: the cache, where one of any version that the driver runs will do.
+    folder: where it is looked for and kept, for whatever driver; None: the cache, where one of any version that the
+    driver runs will do.
     flags: additional compiler options.  headers: finds a library's headers (cutlass.include_folder), called only to
     compile.
     Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S (MAX_HEAVY_COMPILE_S),
@@ -106,7 +107,8 @@ def build(
         raise KernelBuildError(
             f"nvcc: not on PATH, in /usr/local/cuda*/bin or in the package nvidia-cuda-nvcc; {source} cannot be built"
         )
-    if (reason := toolkit.compiler_refusal(nvcc)) is not None:
+    refusal = toolkit.local_refusal if folder is None else toolkit.compiler_refusal
+    if (reason := refusal(nvcc)) is not None:
         raise KernelBuildError(f"{source} cannot be built: {reason}")
     includes = [f"-I{path}" for path in (*include_folders(), *([] if headers is None else [headers()]))]
     command = [str(nvcc), *options, *includes, *library_flags(nvcc), str(SOURCE_FOLDER / source)]
@@ -115,7 +117,7 @@ def build(
     started = time.monotonic()
     if folder is None:
         version = toolkit.nvcc_version(nvcc)
-        assert version is not None  # compiler_refusal has asked
+        assert version is not None  # local_refusal has asked
         folder = folder_of(version)
     library = folder / name
     _compile_to(library, command, MAX_COMPILE_S if headers is None else MAX_HEAVY_COMPILE_S)
@@ -173,7 +175,7 @@ def missing(source: str, defines: tuple[str, ...], flags: tuple[str, ...] = ()) 
     """Why `source` can be neither loaded nor built here; None if it can.  The log warns of a reason once a source."""
     if is_built(source, defines, flags):
         return None
-    compiler = toolkit.compiler_refusal(find_nvcc())
+    compiler = toolkit.local_refusal(find_nvcc())
     if compiler is None:
         return None
     brought = prebuilt.refusal() or "this install's prebuilt kernels do not hold it"

@@ -58,8 +58,15 @@ def driver_version() -> Version | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def compiler_refusal(nvcc: Path | None) -> str | None:
+def local_refusal(nvcc: Path | None) -> str | None:
     """Why nvcc cannot build libraries that run here; None if it can."""
+    refusal = compiler_refusal(nvcc)
+    version = None if nvcc is None else nvcc_version(nvcc)
+    return refusal if refusal is not None or version is None else driver_refusal(version, str(nvcc))
+
+
+def compiler_refusal(nvcc: Path | None) -> str | None:
+    """Why nvcc cannot build libraries, wherever they run; None if it can."""
     if nvcc is None:
         return "nvcc is not installed"
     version = nvcc_version(nvcc)
@@ -67,7 +74,7 @@ def compiler_refusal(nvcc: Path | None) -> str | None:
         return f"{nvcc} does not say its version"
     if version < OLDEST_NVCC:
         return f"{nvcc} is of CUDA {text_of(version)}, older than {text_of(OLDEST_NVCC)}"
-    return driver_refusal(version, str(nvcc))
+    return None
 
 
 def driver_refusal(version: Version, what: str) -> str | None:
