@@ -174,7 +174,8 @@ def test_texts_of_tokens_are_looked_up_on_a_thread() -> None:
 
     gateway = SimpleNamespace(catalog=SimpleNamespace(find=find), tokenizing=TokenizerThreads())
     asked = TokenizeRequest(model="llm", prompt="x", return_token_strs=True)
-    told = json.loads(asyncio.run(tokenize(gateway, asked, b"me")).body)
+    http = SimpleNamespace(state=SimpleNamespace(lease=SimpleNamespace(owner=b"me")))
+    told = json.loads(asyncio.run(tokenize(gateway, asked, http)).body)
     assert told == {"count": 2, "max_model_len": 8, "tokens": [1, 2], "token_strs": ["1", "2"]}
     assert threads and threading.get_ident() not in threads, "the event loop serves others meanwhile"
 

@@ -120,8 +120,7 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
         yield
         for task in tasks:
             task.cancel()
-        gateway.tokenizing.close()
-        await gateway.link.close()
+        await gateway.close()
         if tracing.tracer is not None:
             await asyncio.to_thread(tracing.tracer.close)
 
@@ -203,14 +202,14 @@ def _add_other_apis(app: FastAPI) -> None:
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS)
     async def message_tokens(body: CountTokensRequest, request: Request) -> Response:
         _note(body, request)
-        return await count_tokens(request.app.state.gateway, body, request.state.lease.owner)
+        return await count_tokens(request.app.state.gateway, body, request)
 
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def token_ids(body: TokenizeRequest, request: Request) -> Response:
         await _note_messages(body, request)
-        return await tokenize(request.app.state.gateway, body, request.state.lease.owner)
+        return await tokenize(request.app.state.gateway, body, request)
 
     @app.post("/detokenize", responses=_ERRORS)
     async def text(body: DetokenizeRequest, request: Request) -> Response:

@@ -43,7 +43,7 @@ async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> Htt
     model = await gateway.catalog.find(request.model)
     if request.logprobs:
         await asyncio.to_thread(model.tokenizer.prepare)
-    generation, tools = plan_answer(request, model)
+    generation, tools = await gateway.plan(http, lambda: plan_answer(request, model))
     http.state.lease.prepare([generation], model)
     if request.stream:
         writer = ChatWriter(request, model, tools)

@@ -10,8 +10,9 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -29,7 +30,11 @@ from slipstream.server.tenancy import Meter
 from slipstream.server.triton import GenerateStream, TritonLink, together
 from slipstream.server.usage import count_outputs
 
+T = TypeVar("T")
 _VERDICT = ("blocked", "block_reason", "block_categories")
+# Bodies up to here are planned on the event loop's thread, in at most a few milliseconds (17 us a message): to hand
+# each to a thread would cost a busy gateway more.
+MAX_PLANNED_AT_ONCE_BYTES = 16 << 10
 CLIENT_GONE = 499  # nginx's status; appears in metrics only
 
 
@@ -42,6 +47,22 @@ class Gateway:
         self.catalog = Catalog(options, self.link)
         self.pace = Pace(options.max_events_per_s)
         self.tokenizing = TokenizerThreads()
+        # One thread: a second would take the interpreter from the event loop as often again.
+        self._planning = ThreadPoolExecutor(1, "plan")
+
+    async def plan(self, http: HttpRequest, make: Callable[[], T], num_earlier: int = 0) -> T:
+        """What `make` reads and renders of a request, on a thread unless it is small: templates take up to a second.
+
+        num_earlier: messages before the request's own, of a kept answer.
+        """
+        if http.state.body.num_bytes <= MAX_PLANNED_AT_ONCE_BYTES and not num_earlier:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._planning, make)
+
+    async def close(self) -> None:
+        self.tokenizing.close()
+        self._planning.shutdown(wait=False, cancel_futures=True)
+        await self.link.close()
 
     async def run(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Response]:
         """The one response of each request. Raises ApiError."""

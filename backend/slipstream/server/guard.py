@@ -77,7 +77,7 @@ class Guard:
             self._check(scope, endpoint, lease)
             if endpoint in _COUNTED:
                 lease.begin()
-            scope.setdefault("state", {}).update(lease=lease, record=record)
+            scope.setdefault("state", {}).update(lease=lease, record=record, body=body)
             await self._app(scope, partial(self._receive, body, lease), answer)
         except ApiError as error:
             await answer.refuse(error)
@@ -160,7 +160,7 @@ class Guard:
 
 @dataclass(slots=True)
 class _Body:
-    """num_bytes: received so far, and kept until the request is answered."""
+    """A request's, which is kept until that is answered. num_bytes: received so far."""
 
     receive: Receive
     num_bytes: int = 0

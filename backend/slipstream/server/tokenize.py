@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from slipstream.server.catalog import Model
@@ -20,12 +21,13 @@ from slipstream.server.tools.select import plan_tools
 _PART = 4096  # entries of a list that are written at once, in less than a millisecond
 
 
-async def tokenize(gateway: Gateway, request: TokenizeRequest, owner: bytes) -> Response:
+async def tokenize(gateway: Gateway, request: TokenizeRequest, http: HttpRequest) -> Response:
     model = await gateway.catalog.find(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt: accepted: a prompt or messages, one of them", param="prompt")
-    is_chat = request.prompt is None
-    text = request.prompt if request.prompt is not None else _rendered(request, model)
+    is_chat, text = request.prompt is None, request.prompt
+    if text is None:
+        text = await gateway.plan(http, lambda: _rendered(request, model))
     has_special = request.add_special_tokens if request.add_special_tokens is not None else not is_chat
     _check_length(text, "messages" if is_chat else "prompt")
 
@@ -35,7 +37,7 @@ async def tokenize(gateway: Gateway, request: TokenizeRequest, owner: bytes) -> 
         texts = list(map(tokenizer.token_text, ids)) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": model.max_model_len or None, "tokens": ids, "token_strs": texts}
 
-    return await gateway.tokenizing.run(owner, len(text), lambda: _response(answer()))
+    return await gateway.tokenizing.run(http.state.lease.owner, len(text), lambda: _response(answer()))
 
 
 async def count(gateway: Gateway, model: Model, text: str, owner: bytes) -> int:

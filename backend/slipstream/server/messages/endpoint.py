@@ -8,20 +8,21 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
+from slipstream.server.catalog import Model
 from slipstream.server.chat import plan_answer, render
 from slipstream.server.chat_turn import ChatReader
 from slipstream.server.gateway import Gateway, check_time_out
 from slipstream.server.messages.answer import FORM, MessageWriter
 from slipstream.server.messages.input import to_chat
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
+from slipstream.server.schemas import ChatRequest
 from slipstream.server.tokenize import count
 from slipstream.server.tools.select import plan_tools
 
 
 async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
-    chat = to_chat(request)
-    generation, tools = plan_answer(chat, model)
+    generation, tools = await gateway.plan(http, lambda: plan_answer(to_chat(request), model))
     if "stop_reason" in model.outputs:
         generation.outputs += ("stop_reason",)
     http.state.lease.prepare([generation], model)
@@ -34,8 +35,11 @@ async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) ->
     return JSONResponse(writer.body)
 
 
-async def count_tokens(gateway: Gateway, request: CountTokensRequest, owner: bytes) -> JSONResponse:
+async def count_tokens(gateway: Gateway, request: CountTokensRequest, http: HttpRequest) -> JSONResponse:
     model = await gateway.catalog.find(request.model)
-    chat = to_chat(request)
-    text = render(chat, model, plan_tools(chat, model.tool_format))
-    return JSONResponse({"input_tokens": await count(gateway, model, text, owner)})
+    text = await gateway.plan(http, lambda: _rendered(to_chat(request), model))
+    return JSONResponse({"input_tokens": await count(gateway, model, text, http.state.lease.owner)})
+
+
+def _rendered(chat: ChatRequest, model: Model) -> str:
+    return render(chat, model, plan_tools(chat, model.tool_format))

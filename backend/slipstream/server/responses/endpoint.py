@@ -22,8 +22,7 @@ async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest
     model = await gateway.catalog.find(request.model)
     owner = http.state.lease.owner
     earlier = await _earlier(gateway, owner, request.previous_response_id)
-    chat = to_chat(request, earlier)
-    generation, tools = plan_answer(chat, model)
+    generation, tools = await gateway.plan(http, lambda: plan_answer(to_chat(request, earlier), model), len(earlier))
     http.state.lease.prepare([generation], model)
     if not gateway.store.keeps:
         request.store = False
