@@ -13,18 +13,24 @@ MAX_PYTHON_CHARS = 1 << 16  # of a list of calls: they are read at once
 
 
 class CallList:
-    """`[{"name": ..., "arguments": {...}}, ...]`"""
+    """`[{"name": ..., "arguments": {...}}, ...]`. mark: the text before it, content if the first entry is no call.
 
-    def __init__(self) -> None:
-        self.is_done = False
+    is_broken: an entry is no call. It is content, with all that was read since the last call; so is what follows.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        self.is_done = self.is_broken = False
         self._call: JsonCall | None = None
+        self._before = mark  # read since the last call
 
     def feed(self, text: str) -> tuple[list[Event], str]:
-        """(events, text after the list)."""
+        """(events, text after the list, or after the entry that broke it)."""
         events: list[Event] = []
         while text and not self.is_done:
             if self._call is None:
-                text = text.lstrip(" \t\r\n[,")
+                rest = text.lstrip(" \t\r\n[,")
+                self._before += text[: len(text) - len(rest)]
+                text = rest
                 if text.startswith("]"):
                     self.is_done, text = True, text[1:]
                 elif text:
@@ -33,9 +39,10 @@ class CallList:
             found, text = self._call.feed(text)
             events += found
             if self._call.is_broken:
-                events.append(Content(self._call.raw))
-            if self._call.is_done or self._call.is_broken:
-                self._call = None
+                events.append(Content(self._before + self._call.raw))
+                self.is_done = self.is_broken = True
+            elif self._call.is_done:
+                self._call, self._before = None, ""
         return events, text
 
 
@@ -54,7 +61,7 @@ class ListParser(SteppingParser):
         if self._list is not None:
             found, self._text = self._list.feed(self._text)
             events += found
-            if not self._list.is_done or not self._marks:
+            if not self._list.is_done or not (self._marks or self._list.is_broken):
                 return False
             self._list = None
             return bool(self._text)
@@ -67,7 +74,7 @@ class ListParser(SteppingParser):
                 self._text = mark + rest
                 return False
             else:
-                self._list = CallList()
+                self._list = CallList(mark)
         self._text = rest
         return bool(mark)
 
@@ -102,7 +109,7 @@ class MistralParser(SteppingParser):
         """Read the text after the mark: a list, or a name and its arguments."""
         text = self._text.lstrip()
         if text.startswith("["):
-            self._reader = CallList()
+            self._reader = CallList(self.mark)
             return True
         head, brace, _ = text.partition("{")
         if len(head) > MAX_HEAD:
@@ -149,9 +156,9 @@ class PythonicParser:
             return self._give_up()
         inner = start[1:].lstrip()
         if inner.startswith("{"):
-            calls = CallList()
-            self._feed, self._text = (lambda text: calls.feed(text)[0]), ""
-            return calls.feed(start)[0]
+            calls, self._text = CallList(self._text[: -len(start)]), ""
+            self._feed = lambda text: self._read_entries(calls, text)
+            return self._read_entries(calls, start)
         if inner and not (inner[0].isidentifier()):
             return self._give_up()
         if len(start) > MAX_PYTHON_CHARS:
@@ -164,6 +171,10 @@ class PythonicParser:
             return self._give_up()
         self._feed, self._text = self._behind, ""
         return [*events, *self._behind(start[size:])]
+
+    def _read_entries(self, calls: CallList, text: str) -> list[Event]:
+        events, self._text = calls.feed(text)
+        return [*events, *self._give_up()] if calls.is_broken else events
 
     def _size_of_list(self, text: str) -> int:
         """The length of the list, 0 if it is not whole. Goes on where it stopped."""
@@ -188,7 +199,7 @@ class PythonicParser:
     def _give_up(self) -> list[Event]:
         self._feed = lambda text: [Content(text)]
         text, self._text = self._text, ""
-        return [Content(text)]
+        return [Content(text)] if text else []
 
     def _behind(self, text: str) -> list[Event]:
         """Text behind the calls: the end mark and what a model adds to it are nothing to show."""

@@ -54,7 +54,7 @@ def read_up_to_any(marks: Sequence[str], text: str, events: list[Event]) -> tupl
         if text[:place].strip():
             events.append(Content(text[:place].rstrip()))
         return mark, text[place + len(mark) :]
-    ready = len(text) - max(held_back(text, mark) for mark in marks)
+    ready = len(text) - max((held_back(text, mark) for mark in marks), default=0)
     if text[:ready]:
         events.append(Content(text[:ready]))
     return "", text[ready:]
