@@ -118,6 +118,8 @@ CASES: list[tuple[Callable[[], ToolParser], str, str, list[tuple[str, object]]]]
     (of("pythonic"), '[{"name": "g", "arguments": {}}]', "", [("g", B)]),
     (of("pythonic"), "[1, 2] are numbers", "[1, 2] are numbers", []),
     (of("pythonic"), "[f(x)]", "[f(x)]", []),
+    (of("pythonic"), "[x.y.z(), f(a=1)(b=2)]", "[x.y.z(), f(a=1)(b=2)]", []),
+    (of("pythonic"), "[x.y.z(a=1)]", "", [("x.y.z", {"a": 1})]),
     (of("pythonic"), "[f(a=1", "[f(a=1", []),
     (of("pythonic"), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
     (of("pythonic"), "plain", "plain", []),

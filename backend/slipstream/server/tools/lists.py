@@ -218,12 +218,21 @@ def python_calls(text: str) -> list[Event] | None:
             return None
         events: list[Event] = []
         for call in body.elts:
-            if not isinstance(call, ast.Call) or call.args:
+            if not isinstance(call, ast.Call) or call.args or not (name := _dotted(call.func)):
                 return None
             arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
             if len(arguments) != len(call.keywords):
                 return None
-            events += [CallStart(ast.unparse(call.func)), CallArguments(json.dumps(arguments, allow_nan=False))]
+            events += [CallStart(name), CallArguments(json.dumps(arguments, allow_nan=False))]
         return events
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # of text that is no such list
         return None
+
+
+def _dotted(function: ast.expr) -> str:
+    """`f` or `module.f`; "" for any other expression."""
+    names: list[str] = []
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    return ".".join((function.id, *reversed(names))) if isinstance(function, ast.Name) else ""
