@@ -119,7 +119,7 @@ def test_a_long_prompt_with_penalties_costs_little_more_than_its_copy() -> None:
         states = [RequestState(new_request(request)) for request in requests]
         for state in states:
             state.num_drawn_tokens = 1
-        history = TokenHistory(len(prompt) + 10, torch.device("cpu"))
+        history = TokenHistory(4, len(prompt) + 10, torch.device("cpu"))
         start = time.perf_counter()
         torch.tensor(prompt, dtype=torch.int32)
         copied = time.perf_counter()

@@ -156,7 +156,19 @@ def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> N
     plain = replace(_config(), scheduler=SchedulerConfig(max_num_seqs=16))
     drafting = replace(plain, speculation=speculation_config(methods="ngram"))
     held = [plan_memory(wide, config, GPU, 8 * GIB).workspace_bytes for config in (plain, drafting)]
-    assert held[1] - held[0] == 6 * (512 - 256) * 128_000 * 4, "six copies in fp32 of as many rows as a graph has"
+    copies = 2 * (512 - 16) * 256 * 4  # of the tokens of penalised rows
+    logits = 6 * (512 - 256) * 128_000 * 4
+    assert held[1] - held[0] == logits + copies, "six copies in fp32 of as many rows as a graph has"
+
+
+def test_the_workspace_holds_the_tokens_of_penalised_requests(spec: DecoderSpec) -> None:
+    """A row of the longest context for every sequence, and 64 MiB of copies; they were not counted."""
+    configs = [
+        replace(_config(), model=ModelConfig(max_model_len=131_072), scheduler=SchedulerConfig(max_num_seqs=num_seqs))
+        for num_seqs in (128, 256)
+    ]
+    held = [workspace_bytes(spec, config, CPU) for config in configs]
+    assert held[1] - held[0] == 128 * 131_072 * 4
 
 
 @pytest.mark.parametrize(("method", "num_rows"), [("ngram", 1), ("eagle", 4)])

@@ -344,7 +344,8 @@ KINDS = (
 def test_a_step_samples_as_if_it_were_the_first(seed: int) -> None:
     """Requests of all kinds join, leave and change places; now and then all are greedy, or the same as before."""
     dice, vocab, cpu = random.Random(seed), 12, torch.device("cpu")
-    kept, noise, chosen = Sampler(vocab, 64, cpu), torch.Generator().manual_seed(seed), []
+    sizes, noise, chosen = (vocab, len(KINDS), 64), torch.Generator().manual_seed(seed), []
+    kept = Sampler(*sizes, cpu)
     pool = [
         RequestState(new_request(Request([index] * 3, SamplingParams(**kind), seed=dice.getrandbits(64))))  # type: ignore[arg-type]
         for index, kind in enumerate(KINDS)
@@ -355,9 +356,7 @@ def test_a_step_samples_as_if_it_were_the_first(seed: int) -> None:
             chosen += [one for one in dice.sample(pool, 3 if dice.random() < 0.5 else 0) if one not in chosen]
         logits = torch.randn(len(chosen), vocab, generator=noise)
         positions = torch.full((len(chosen),), 3 + step)
-        found, first = (
-            sampler.sample(chosen, logits.clone(), positions).result() for sampler in (kept, Sampler(vocab, 64, cpu))
-        )
+        found, first = (one.sample(chosen, logits.clone(), positions).result() for one in (kept, Sampler(*sizes, cpu)))
         assert found == first
 
 

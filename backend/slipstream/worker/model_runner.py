@@ -89,8 +89,8 @@ class ModelRunner:
             self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
-        processors = _processors(config, spec, hardware)
-        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, parallel, processors)
+        processors, max_num_seqs = _processors(config, spec, hardware), config.scheduler.max_num_seqs
+        self._sampler = Sampler(spec.vocab_size, max_num_seqs, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_rows: torch.Tensor | None = None  # of prompt graphs that compute all rows
         self._prompt_logprobs = PromptLogprobs()
@@ -99,10 +99,10 @@ class ModelRunner:
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         if parallel.num_stages > 1 and config.speculation.loaded:  # the first drafts, but all have the same graphs
             refusal = "the model has several stages, and steps may have drafts"
-        sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal, spec.has_experts)
+        sizes = graph_sizes(config.model.cuda_graphs, max_num_seqs, device, refusal, spec.has_experts)
         shapes = graph_shapes(sizes, drafts)
         most = max((shape.num_tokens for shape in shapes), default=0)
-        self._drawn = drawn = DrawnTokens(max(most, config.scheduler.max_num_seqs), device)
+        self._drawn = drawn = DrawnTokens(max(most, max_num_seqs), device)
         inputs = GraphInputs(tables.max_blocks, plan.max_model_len, device, plan.groups.num_groups, drawn.token_ids)
         self._stage: PipelineStage | None = None
         if parallel.num_stages > 1:

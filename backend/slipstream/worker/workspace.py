@@ -24,6 +24,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.graph_memory import graph_memory
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS
 from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
+from slipstream.worker.sample.penalties import history_bytes
 
 if TYPE_CHECKING:
     from slipstream.worker.memory_plan import Hardware
@@ -38,15 +39,17 @@ MOST_SMS = 132  # of a Hopper GPU, where none is at hand to ask
 
 def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_groups: int = 1) -> int:
     """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, inputs and outputs of
-    graphs (but see graph_memory), weights written out, tables of ropes. num_groups: KV groups."""
+    graphs (but see graph_memory), weights written out, tables of ropes, tokens of penalised requests.
+
+    num_groups: KV groups."""
     graphs = graph_memory(spec, config, hardware, num_groups)
     most_tokens = config.scheduler.max_num_batched_tokens
     num_tokens = most_tokens + graphs.num_tokens
     num_seqs = config.scheduler.max_num_seqs
     num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
     parallel, own = hardware.parallel, spec.of_stage(hardware.parallel)
-    num_rows = 0 if parallel.stage else max(num_seqs, num_verified, MAX_PROMPT_ROWS)
-    logits = LOGITS_COPIES * num_rows * spec.vocab_size * 4
+    num_rows = max(num_seqs, num_verified)
+    logits = LOGITS_COPIES * max(num_rows, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     width = max(_activation_width(layer.mlp, parallel) for layer in own.layers)
     attentions = own.of_rank(parallel).attentions
     features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
@@ -56,8 +59,10 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware,
     if config.model.deterministic and parallel.size > 2:  # what each rank has of a sum, and the sum so far
         features += (parallel.size + 1) * num_tokens * spec.hidden_size
     others = _sums_bytes(spec, config, hardware, graphs.num_tokens) + _written_out_bytes(spec, config, hardware)
-    others += table_bytes(attentions, config.model.max_model_len or spec.max_model_len)
-    return logits + features * hardware.dtype.itemsize + graphs.held_bytes + others
+    max_model_len = config.model.max_model_len or spec.max_model_len
+    others += table_bytes(attentions, max_model_len)
+    sampled = 0 if parallel.stage else logits + history_bytes(num_seqs, max_model_len, num_rows)
+    return sampled + features * hardware.dtype.itemsize + graphs.held_bytes + others
 
 
 def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:

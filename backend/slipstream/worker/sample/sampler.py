@@ -127,6 +127,7 @@ class Sampler:
     def __init__(
         self,
         vocab_size: int,
+        max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
         parallel: Parallel = SINGLE,
@@ -134,7 +135,7 @@ class Sampler:
     ) -> None:
         self._device = device
         self._parallel = parallel
-        self._history = TokenHistory(max_model_len, device)
+        self._history = TokenHistory(max_num_seqs, max_model_len, device)
         self._edits = LogitsProcessors(vocab_size, device)
         self._processors = NamedProcessors(processors or {}, device)
         self._masks = MaskApplier(vocab_size, device)
@@ -272,18 +273,18 @@ class Sampler:
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
             penalised_paths = [paths[row] for row in rows.penalised] if paths else None
-            history, num_tokens = self._history.update(penalised, previous, penalised_paths)
-            part = logits[rows.penalised_rows]  # a copy
-            ops.apply_penalties(
-                part,
-                history,
-                rows.penalties.prompt_lens,
-                self._ints(num_tokens, torch.int32),
-                repetition=rows.penalties.repetition,
-                presence=rows.penalties.presence,
-                frequency=rows.penalties.frequency,
-            )
-            logits[rows.penalised_rows] = part
+            for piece, history, num_tokens in self._history.read(penalised, previous, penalised_paths):
+                part = logits[rows.penalised_rows[piece]]  # a copy
+                ops.apply_penalties(
+                    part,
+                    history,
+                    rows.penalties.prompt_lens[piece],
+                    self._ints(num_tokens, torch.int32),
+                    repetition=rows.penalties.repetition[piece],
+                    presence=rows.penalties.presence[piece],
+                    frequency=rows.penalties.frequency[piece],
+                )
+                logits[rows.penalised_rows[piece]] = part
         report = self._processors.apply(logits, requests, paths) if rows.is_processed else None
         if rows.is_edited:
             self._edits.apply(logits, requests, paths)
