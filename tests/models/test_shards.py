@@ -269,6 +269,36 @@ def test_ranks_share_a_head_of_keys(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variant", "sizes", "part"),
+    [
+        ("llama3-gqa-rope", {}, "q has 2 parts of 32 features"),
+        ("deepseek-v3", {}, "q has 2 parts of 32 features"),
+        ("deepseek-v2-lite", {}, "q has 2 parts of 32 features"),
+        ("qwen2", {"num_attention_heads": 4, "intermediate_size": 2}, "gate has 2 parts of 1 features"),
+    ],
+)
+def test_ranks_do_not_share_a_head_of_queries(variant: str, sizes: dict[str, int], part: str, tmp_path: Path) -> None:
+    """As heads of keys: it would be in the sum of all ranks twice."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64}
+    path = make_checkpoint(variant, tmp_path, **{**heads, **sizes}).path
+    with pytest.raises(ConfigError, match=f"{part}, which 4 ranks do not share evenly; accepted: a divisor of 2"):
+        load_rank(path, Parallel(3, 4))
+
+
+@pytest.mark.parametrize("variant", ["llama3-gqa-rope", "llama-tied"])
+def test_a_rank_without_a_row_of_the_vocabulary(variant: str, tmp_path: Path) -> None:
+    """33 tokens in rows of 16 are three ranks'."""
+    path = make_checkpoint(variant, tmp_path, num_attention_heads=8, hidden_size=64, vocab_size=33).path
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        return PagedForward(decoder, [[3, 7, 5, 32, 2]]).run([5])[0]
+
+    found = on_each([load_rank(path, parallel) for parallel in parallels(4)], logits)
+    assert relative_error(found[0], logits(load_rank(path, SINGLE))) < 1e-5
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize(
     "variant", ["mixtral", "qwen2-moe", "glm4-moe-groups", "minimax-m2", "granite-moe-shared", "ernie4_5-moe"]
 )
 def test_ranks_have_whole_experts(variant: str, tmp_path: Path) -> None:

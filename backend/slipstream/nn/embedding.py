@@ -46,7 +46,7 @@ class Embedding:
         """The rows that this rank has, zero for tokens of other ranks."""
         rows = token_ids - self._rows.start
         is_own = (rows >= 0) & (rows < len(self.weight))
-        return F.embedding(torch.where(is_own, rows, 0), self.weight) * is_own[:, None]
+        return F.embedding(torch.where(is_own, rows, 0), self.padded) * is_own[:, None]  # it may have no row: padded
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class LinearSpec:
     stay together, those of a head.
     in_blocks: features are shared by blocks, of which ranks may have different numbers, and not by units.
     columns: of a rank's "row" shard, its first input feature and the number of all. whole: parts of a "column" shard
-    that every rank has whole.
+    that every rank has whole; repeated: those of which several ranks have the same unit, if there are fewer than ranks.
     """
 
     in_features: int
@@ -42,6 +42,7 @@ class LinearSpec:
     unit: int = 1
     columns: tuple[int, int] | None = None
     whole: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
     in_blocks: bool = False
 
     @property
@@ -72,7 +73,10 @@ class LinearSpec:
 
     def _range(self, part: str, size: int, parallel: Parallel) -> slice:
         """A rank's features of a part."""
-        return parallel.blocks_of(part, size) if self.in_blocks else parallel.range_of(part, size, self.unit)
+        if self.in_blocks:
+            return parallel.blocks_of(part, size)
+        range_of = parallel.repeated_range_of if part in self.repeated else parallel.range_of
+        return range_of(part, size, self.unit)
 
     def of_rank(self, parallel: Parallel) -> LinearSpec:
         """What a rank has of it; the bias of a "row" shard is added once, by the first."""
@@ -153,7 +157,8 @@ class AttentionSpec:
             return self._latent_qkv(self.latent)
         kv = self.num_kv_heads * self.head_dim
         parts = (("q", self.num_q_heads * self.head_dim), ("k", kv), ("v", kv))
-        return LinearSpec(self.num_inputs, parts, self.qkv_bias, shard="column", unit=self.head_dim)
+        repeated = ("k", "v")
+        return LinearSpec(self.num_inputs, parts, self.qkv_bias, shard="column", unit=self.head_dim, repeated=repeated)
 
     def _latent_qkv(self, latent: LatentSpec) -> LinearSpec:
         kv_a = ("kv_a", latent.rank + latent.rope_dim)
@@ -191,7 +196,7 @@ class AttentionSpec:
     def heads_of(self, parallel: Parallel) -> tuple[slice, slice]:
         """The query heads and the heads of keys that a rank has."""
         q = parallel.range_of("q", self.num_q_heads * self.head_dim, self.head_dim)
-        kv = parallel.range_of("k", self.num_kv_heads * self.head_dim, self.head_dim)
+        kv = parallel.repeated_range_of("k", self.num_kv_heads * self.head_dim, self.head_dim)
         size = self.head_dim
         return slice(q.start // size, q.stop // size), slice(kv.start // size, kv.stop // size)
 

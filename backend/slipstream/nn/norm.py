@@ -40,7 +40,7 @@ class SharedRMSNorm(RMSNorm):
 
     def __init__(self, size: int, unit: int, eps: float, context: LayerContext) -> None:
         self._size, self._parallel = size, context.parallel
-        self._own = context.parallel.range_of("norm", size, unit)
+        self._own = context.parallel.repeated_range_of("norm", size, unit)
         super().__init__(self._own.stop - self._own.start, eps, context)
         self._num_summed = len(self.weight) * context.parallel.size  # units that several ranks hold count as often
 

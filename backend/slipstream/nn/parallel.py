@@ -153,19 +153,27 @@ class Parallel:
         return value if self.num_ranks == 1 else self._others.any_of(value)
 
     def range_of(self, name: str, total: int, unit: int) -> slice:
-        """This rank's range of `total` features, in multiples of `unit`; with fewer units than ranks, ranks share one.
+        """This rank's range of `total` features, in multiples of `unit`. Raises ConfigError unless the number of ranks
+        divides the number of units: what two ranks had would be summed twice."""
+        units = total // unit
+        if units % self.size:
+            raise self._uneven(name, units, unit, f"a divisor of {units}")
+        count = units // self.size
+        return slice(self.rank * count * unit, (self.rank + 1) * count * unit)
 
-        Raises ConfigError unless the number of units divides the number of ranks or the reverse.
-        """
+    def repeated_range_of(self, name: str, total: int, unit: int) -> slice:
+        """As `range_of`; of fewer units than ranks, several ranks have the same one."""
         units = total // unit
         if units % self.size == 0:
-            first, count = self.rank * (units // self.size), units // self.size
-        elif self.size % units == 0:
-            first, count = self.rank * units // self.size, 1
-        else:
-            reason = f"{name} has {units} parts of {unit} features, which {self.size} ranks do not share evenly"
-            raise ConfigError(FIELD, self.size, reason)
-        return slice(first * unit, (first + count) * unit)
+            return self.range_of(name, total, unit)
+        if self.size % units:
+            raise self._uneven(name, units, unit, f"a divisor or a multiple of {units}")
+        first = self.rank * units // self.size
+        return slice(first * unit, (first + 1) * unit)
+
+    def _uneven(self, name: str, units: int, unit: int, accepted: str) -> ConfigError:
+        reason = f"{name} has {units} parts of {unit} features, which {self.size} ranks do not share evenly"
+        return ConfigError(FIELD, self.size, f"{reason}; accepted: {accepted}")
 
     def blocks_of(self, name: str, total: int) -> slice:
         """This rank's range of `total` features: in whole blocks where that is nearly even, the most on the first rank;
