@@ -29,6 +29,7 @@ from slipstream.engine.node_rank import Control as NodeControl
 from slipstream.engine.rank_link import Link, LinkError, connect, read_secret
 from slipstream.engine.remote_ranks import Listener
 from slipstream.engine.validate import validate
+from tiny_model import make_tiny_llama
 from torch.distributed import HashStore
 
 SECRET = b"a secret of two machines"
@@ -97,6 +98,14 @@ def test_a_rank_of_another_node_sleeps_too(node: Node, tiny_llama: Path, prompts
     engine.close()
     node.thaw()
     wait_until(lambda: not is_alive(rank), "the rank to end")
+
+
+def test_a_node_with_other_weights_does_not_serve(tiny_llama: Path, tmp_path: Path) -> None:
+    """Of the same shapes: together the ranks would make nonsense."""
+    other = make_tiny_llama(tmp_path / "other", seed=1)
+    reason = f"rank 1: model='{other}': holds other weights than the first node has"
+    with Node(tmp_path, SECRET, "--model", str(other)) as node, pytest.raises(EngineError, match=reason):
+        make_engine(tiny_llama, parallel=parallel(node))
 
 
 def test_a_load_that_fails_ends_the_ranks_of_another_node(node: Node, tiny_llama: Path) -> None:

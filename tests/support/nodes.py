@@ -85,9 +85,11 @@ def end(connection: socket.socket) -> None:
 
 
 class Node:
-    """One rank of two: `slipstream worker` by torchrun's variables. address: where the engine shall listen."""
+    """One rank of two: `slipstream worker` by torchrun's variables. address: where the engine shall listen.
+    options: further ones of the command."""
 
-    def __init__(self, folder: Path, secret: bytes) -> None:
+    def __init__(self, folder: Path, secret: bytes, *options: str) -> None:
+        self._options = options
         self.secret = folder / "secret"
         self.secret.write_bytes(secret)
         port = free_port()
@@ -98,6 +100,7 @@ class Node:
     def start(self) -> None:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.proxy.port), "RANK": "1", "WORLD_SIZE": "2"}
         command = [sys.executable, "-m", "slipstream.cli", "worker", "--secret-file", str(self.secret)]
+        command += self._options
         self.worker = subprocess.Popen(command, env={**os.environ, **variables, "OMP_NUM_THREADS": "1"})
 
     def freeze(self) -> None:

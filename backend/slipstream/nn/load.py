@@ -30,7 +30,13 @@ from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.quant import Methods, choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
+from slipstream.nn.weights import (
+    check_checkpoint,
+    check_same_on_nodes,
+    draw_dummies,
+    load_checkpoint,
+    tensor_without_numbers,
+)
 
 META = torch.device("meta")
 LEAST_CAPABILITY = (8, 0)  # of a GPU: with bfloat16, and shared memory for the kernels' tiles
@@ -113,6 +119,7 @@ def load_model(
     if config.load_format == "dummy":
         draw_dummies(decoder, config.seed)
     else:
+        check_same_on_nodes(checkpoint_dir, parallel)
         load_checkpoint(decoder, checkpoint_dir)
     if needs_key_means(config, kv_dtype):
         is_dummy = config.load_format == "dummy"

@@ -6,6 +6,7 @@ at a time from memory-mapped files, so the host holds about one tensor beyond th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from slipstream.nn.weight_slot import WeightSlot
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _ROWS_AT_ONCE = 4096
+_NUM_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file, by which nodes compare their checkpoints
 _NUM_NAMED = 3  # max number of tensors that an error message lists
 
 
@@ -50,6 +52,30 @@ def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
         elsewhere = decoder.weight_slots(names).keys() - decoder.own_slots(names).keys()
         slots = {name: slot for name, slot in slots.items() if name not in elsewhere}
     _stream(slots, headers, decoder.context.parallel)
+
+
+def check_same_on_nodes(checkpoint_dir: Path, parallel: Parallel) -> None:
+    """Raises ConfigError on a rank whose checkpoint is not the first rank's: together they would make nonsense. All
+    ranks call it."""
+    if parallel.num_nodes == 1:
+        return
+    own = _sampled(checkpoint_files(checkpoint_dir))
+    if own != parallel.decide(own):
+        reason = "holds other weights than the first node has; accepted: the same checkpoint on all nodes"
+        raise ConfigError("model", str(checkpoint_dir), reason)
+
+
+def _sampled(files: list[Path]) -> str:
+    """A hash of the files' sizes and of samples all over them: other weights of the same shapes have another."""
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}\n".encode())
+            for index in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * index // (_NUM_SAMPLES - 1))
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def check_checkpoint(
