@@ -24,6 +24,7 @@ from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.core.request import FinishReason, Request
 from slipstream.engine import remote_ranks
+from slipstream.engine.build_id import build_id
 from slipstream.engine.engine import Engine
 from slipstream.engine.node_rank import Control as NodeControl
 from slipstream.engine.rank_link import Link, LinkError, connect, read_secret
@@ -173,7 +174,18 @@ def listener(tmp_path: Path) -> Iterator[tuple[Listener, tuple[str, int]]]:
 
 
 def hello(kind: str = "steps", **changes: object) -> dict[str, object]:
-    return {"rank": 1, "world_size": 2, "kind": kind, "process": "a", **changes}
+    return {"rank": 1, "world_size": 2, "kind": kind, "process": "a", "build": build_id(), **changes}
+
+
+def test_why_no_rank_has_come(listener: tuple[Listener, tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load says what only the log of the other node said."""
+    waits, address = listener
+    monkeypatch.setattr(waits, "_config", replace(waits._config, node_start_timeout_s=0.0))
+    with pytest.raises(EngineError, match="does `slipstream worker` run on each other node"):
+        waits.wait(lambda: None)
+    assert reply_of(connect(address, SECRET, hello(world_size=4)))
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1, was refused: the model has 2 ranks, not 4"):
+        waits.wait(lambda: None)
 
 
 def reply_of(link: Link) -> str:
@@ -197,6 +209,9 @@ def test_who_may_join(listener: tuple[Listener, tuple[str, int]]) -> None:
         connect(address, b"another secret of theirs", hello())
     assert "--ranks 1 on each of 2 nodes" in reply_of(connect(address, SECRET, hello(world_size=4)))
     assert "ranks of other nodes are 1" in reply_of(connect(address, SECRET, hello(rank=0)))
+    for build in (None, "0.0.1"):
+        reply = reply_of(connect(address, SECRET, hello(build=build)))
+        assert reply == f"it runs Slipstream {build}, the engine {build_id()}: the same on all nodes is accepted"
     assert "ranks of other nodes are 1" in reply_of(connect(address, SECRET, hello(kind="")))
     early = connect(address, SECRET, hello())
     assert reply_of(early) == ""

@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.load_progress import LoadProgress
+from slipstream.engine.build_id import build_id
 from slipstream.engine.child_process import end_with
 from slipstream.engine.load_watch import Report
 from slipstream.engine.main import configure_logging
@@ -116,11 +118,11 @@ class Control:
 
 def join_engine(own: NodeRank) -> tuple[Link, Control]:
     """Both connections, as soon as the engine listens."""
-    process, said, said_at = secrets.token_hex(8), "", 0.0
+    process, build, said, said_at = secrets.token_hex(8), build_id(), "", 0.0
     while True:
         try:
-            return _connections(own, process)
-        except (LinkError, OSError, EOFError, ValueError) as error:
+            return _connections(own, {"process": process, "build": build})
+        except (SlipstreamError, OSError, EOFError, ValueError) as error:
             reason = f"rank {own.rank} waits for the engine at {own.host}:{own.port}: {error}"
         if reason != said or time.monotonic() > said_at + _REPEAT_S:
             logger.warning("%s", reason)
@@ -128,12 +130,12 @@ def join_engine(own: NodeRank) -> tuple[Link, Control]:
         time.sleep(_RETRY_S)
 
 
-def _connections(own: NodeRank, process: str) -> tuple[Link, Control]:
-    """Raises LinkError, also if the engine refuses this rank, or OSError."""
+def _connections(own: NodeRank, about: dict[str, str]) -> tuple[Link, Control]:
+    """Raises LinkError, also if the engine refuses this rank, ConfigError for the secret's file, or OSError."""
     secret, links, timeout_s = read_secret(own.secret_file), [], 0.0
     try:
         for kind in (STEPS, CONTROL):
-            said = {"rank": own.rank, "world_size": own.world_size, "kind": kind, "process": process}
+            said = {"rank": own.rank, "world_size": own.world_size, "kind": kind, **about}
             links.append(connect((own.host, own.port), secret, said))
             reply = json.loads(links[-1].receive(HANDSHAKE_TIMEOUT_S))
             if reply["refusal"]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError
+from slipstream.engine.build_id import build_id
 from slipstream.engine.load_watch import Report
 from slipstream.engine.rank_link import HANDSHAKE_TIMEOUT_S, Link, LinkError, accept, read_secret
 from slipstream.engine.rank_processes import value_of
@@ -149,7 +150,7 @@ class Listener:
 
     def __init__(self, config: ParallelConfig, numbers: range) -> None:
         self._config, self._numbers = config, numbers
-        self._secret = read_secret(config.rank_secret_file)
+        self._secret, self._build = read_secret(config.rank_secret_file), build_id()
         host, port = split_address(config.rank_address)
         try:
             self._socket = socket.create_server((host, port), family=_family(host), backlog=_MAX_STRANGERS)
@@ -162,7 +163,7 @@ class Listener:
         self._links: dict[tuple[int, str, str], Link] = {}  # by rank, process and kind
         self._joined: dict[int, Joined] = {}
         self._is_closed = False
-        self._refused_at = 0.0
+        self._refused_at, self._refused = 0.0, ""  # when that was logged last, and why the last one was refused
         self._thread = threading.Thread(target=self._accept, name="nodes", daemon=True)
         self._thread.start()
 
@@ -175,9 +176,9 @@ class Listener:
                 check()
                 if time.monotonic() > limit:
                     waited = f"in {self._config.node_start_timeout_s:g} s (node_start_timeout_s)"
+                    reason = self._refused or "does `slipstream worker` run on each other node?"
                     raise EngineError(
-                        f"ranks {_numbers(missing)} have not come to {self._config.rank_address} {waited}: does "
-                        "`slipstream worker` run on each other node?"
+                        f"ranks {_numbers(missing)} have not come to {self._config.rank_address} {waited}: {reason}"
                     )
                 self._changed.wait(_ACCEPT_PERIOD_S)
             return [self._joined[number] for number in self._numbers]
@@ -215,25 +216,30 @@ class Listener:
             link, said = accept(connection, self._secret)
             connection.settimeout(None)
             refusal = self._refusal(said)
+            if refusal:
+                self._refuse(address, refusal)
             reply = {"refusal": refusal, "timeout_s": self._config.node_timeout_s}
             link.send(json.dumps(reply).encode())  # before another thread has the link
             if refusal or not self._add(link, said["rank"], str(said.get("process")), said["kind"]):
                 link.close()
         except (LinkError, EOFError, OSError, ValueError) as error:
-            self._refuse(address, error)
+            self._refuse(address, str(error) or "it has ended")
             connection.close()
         finally:
             self._strangers.release()
 
-    def _refuse(self, address: Any, error: Exception) -> None:
+    def _refuse(self, address: Any, reason: str) -> None:
         """Log it once in a while: strangers may come often."""
+        self._refused = f"the last connection, of {address[0]}, was refused: {reason}"
         if time.monotonic() > self._refused_at + HANDSHAKE_TIMEOUT_S:
             self._refused_at = time.monotonic()
-            logger.warning("a connection of %s to rank_address is refused: %s", address[0], error or "it has ended")
+            logger.warning("a connection of %s to rank_address is refused: %s", address[0], reason)
 
     def _refusal(self, said: dict[str, Any]) -> str:
         """Why the rank cannot join, or ""."""
         number, size, wanted = said.get("rank"), said.get("world_size"), self._config.num_ranks
+        if (build := said.get("build")) != self._build:
+            return f"it runs Slipstream {build}, the engine {self._build}: the same on all nodes is accepted"
         if size != wanted:
             each = wanted // self._config.num_nodes
             return f"the model has {wanted} ranks, not {size}: --ranks {each} on each of {self._config.num_nodes} nodes"
