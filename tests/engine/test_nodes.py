@@ -23,7 +23,7 @@ from slipstream.core.config_parse import parse_parameters
 from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.core.request import FinishReason, Request
-from slipstream.engine import remote_ranks
+from slipstream.engine import rank_link, remote_ranks
 from slipstream.engine.build_id import build_id
 from slipstream.engine.engine import Engine
 from slipstream.engine.node_rank import Control as NodeControl
@@ -246,7 +246,7 @@ def test_strangers_are_few_and_short(
     assert reply_of(connect(address, SECRET, hello())) == ""
 
 
-def pair(max_bytes: int = 1 << 16) -> tuple[Link, Link, socket.socket, socket.socket]:
+def pair(max_bytes: int | None = 1 << 16) -> tuple[Link, Link, socket.socket, socket.socket]:
     near, far = socket.socketpair()
     keys = b"k" * 32, b"l" * 32
     return Link(near, *keys, max_bytes), Link(far, *reversed(keys), max_bytes), near, far
@@ -276,6 +276,28 @@ def test_frames_of_a_link() -> None:
         other.receive(1)
     near.close()
     with pytest.raises((EOFError, OSError)):
+        other.receive(1)
+
+
+def test_a_message_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step that brings an adapter: in frames, each of which is checked before the next one is read. What a rank
+    says has a bound also in frames."""
+    monkeypatch.setattr(rank_link, "MAX_FRAME_BYTES", 100)
+    for size in (0, 99, 100, 101, 1000):
+        one, other, *_ = pair(None)
+        message = bytes(index % 251 for index in range(size))
+        one.send(message)
+        one.send(b"next")
+        assert [other.receive(1), other.receive(1)] == [message, b"next"]
+    one, other, near, far = pair(None)
+    one.send(b"x" * 250)
+    frames = far.recv(4096)
+    near.sendall(frames[:3] + bytes([frames[3] ^ 0x80]) + frames[4:])  # as if nothing followed
+    with pytest.raises(LinkError, match="has not sent"):
+        other.receive(1)
+    one, other, *_ = pair(150)
+    one.send(b"x" * 151)
+    with pytest.raises(LinkError, match="a frame of 51 bytes, accepted: at most 50"):
         other.receive(1)
 
 

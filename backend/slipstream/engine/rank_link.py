@@ -1,8 +1,10 @@
 """Connections of the engine and ranks of other nodes: both ends prove that they know a secret, then exchange frames.
 
 The secret never crosses the network, and what arrives is trusted only behind a check that needs it: steps are pickled.
-Contents are not encrypted. A frame is its length (4 bytes, little-endian), the payload and an HMAC-SHA256 of a counter
-and the payload, with a key of this connection and direction. Standard library only; any one thread an end.
+Contents are not encrypted. A message is one frame, or several if it is long: a step may bring an adapter of gigabytes.
+A frame is a header (4 bytes, little-endian: its length, and the highest bit if another one follows), a part of the
+message and an HMAC-SHA256 of a counter, the header and the part, with a key of this connection and direction. Standard
+library only; any one thread an end.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError, EngineError
 
-MAX_STEP_BYTES = 256 << 20  # from the engine, which a rank trusts: a step's new prompts and masks are the largest
-MAX_REPLY_BYTES = 1 << 16  # from a rank
+MAX_FRAME_BYTES = 64 << 20  # what is read before it is checked
+MAX_REPLY_BYTES = 1 << 16  # a message from a rank; of those from the engine, which a rank trusts, the length is any
 MIN_SECRET_BYTES = 16
 HANDSHAKE_TIMEOUT_S = 5.0
 _MAX_SECRET_BYTES = 4096
 _MAX_HELLO_BYTES = 1024
-_GREETING = b"slipstream ranks 1\n"
+_GREETING = b"slipstream ranks 2\n"
 _NONCE_BYTES = _TAG_BYTES = 32
+_HAS_NEXT = 1 << 31
 _KEEPALIVE = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 10),
@@ -42,7 +45,8 @@ class LinkError(EngineError):
 class Link:
     """A connection whose ends know each other."""
 
-    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes, max_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes, max_bytes: int | None) -> None:
+        """max_bytes: of a message that is received; None: any number."""
         self._connection, self._max_bytes = connection, max_bytes
         self._send_key, self._receive_key = send_key, receive_key
         self._num_sent = self._num_received = 0
@@ -52,25 +56,41 @@ class Link:
         address: str = self._connection.getsockname()[0]
         return address
 
-    def send(self, payload: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Raises OSError if the connection has ended."""
-        tag = _tag(self._send_key, self._num_sent.to_bytes(8, "little"), payload)
-        self._num_sent += 1
-        self._connection.sendall(b"".join((len(payload).to_bytes(4, "little"), payload, tag)))
+        whole = memoryview(message)
+        for start in range(0, max(1, len(whole)), MAX_FRAME_BYTES):
+            part = whole[start : start + MAX_FRAME_BYTES]
+            has_next = _HAS_NEXT if start + MAX_FRAME_BYTES < len(whole) else 0
+            header = (len(part) | has_next).to_bytes(4, "little")
+            tag = _tag(self._send_key, self._num_sent.to_bytes(8, "little"), header, part)
+            self._num_sent += 1
+            self._connection.sendall(b"".join((header, part, tag)))
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next frame. Raises EOFError or OSError if the connection has ended, TimeoutError if nothing has come, and
-        LinkError for a frame that is too large or was not sent by the other end."""
+        """The next message. Raises EOFError or OSError if the connection has ended, TimeoutError if nothing has come,
+        and LinkError for one that is too large or was not sent by the other end."""
         limit = None if timeout_s is None else time.monotonic() + timeout_s
-        size = int.from_bytes(_receive_exactly(self._connection, 4, limit), "little")
-        if size > self._max_bytes:
-            raise LinkError(f"a frame of {size} bytes, accepted: at most {self._max_bytes}")
-        payload = _receive_exactly(self._connection, size, limit)
+        found, has_next = self._receive_frame(limit, 0)
+        while has_next:
+            part, has_next = self._receive_frame(limit, len(found))
+            found += part
+        return bytes(found)
+
+    def _receive_frame(self, limit: float | None, num_before: int) -> tuple[bytearray, bool]:
+        """A part of a message, of which num_before bytes have come, and whether another one follows."""
+        header = _receive_exactly(self._connection, 4, limit)
+        size, has_next = (field := int.from_bytes(header, "little")) & ~_HAS_NEXT, bool(field & _HAS_NEXT)
+        most = MAX_FRAME_BYTES if self._max_bytes is None else self._max_bytes - num_before
+        if size > most:
+            raise LinkError(f"a frame of {size} bytes, accepted: at most {most}")
+        part = _receive_exactly(self._connection, size, limit)
         tag = _receive_exactly(self._connection, _TAG_BYTES, limit)
-        if not hmac.compare_digest(tag, _tag(self._receive_key, self._num_received.to_bytes(8, "little"), payload)):
+        number = self._num_received.to_bytes(8, "little")
+        if not hmac.compare_digest(tag, _tag(self._receive_key, number, header, part)):
             raise LinkError("a frame that the other end has not sent")
         self._num_received += 1
-        return payload
+        return part, has_next
 
     def has_data(self, timeout_s: float | None) -> bool:
         """Whether something comes, or the end of the connection. Raises OSError or ValueError if it is closed."""
@@ -131,7 +151,7 @@ def connect(address: tuple[str, int], secret: bytes, said: dict[str, Any]) -> Li
     connection.settimeout(None)
     for option, value in _KEEPALIVE:  # while the engine waits for other ranks, and nothing is sent
         connection.setsockopt(*option, value)
-    return Link(connection, to_engine, to_rank, MAX_STEP_BYTES)
+    return Link(connection, to_engine, to_rank, None)
 
 
 def read_secret(path: str) -> bytes:
@@ -148,12 +168,12 @@ def read_secret(path: str) -> bytes:
     return secret
 
 
-def _tag(key: bytes, *parts: bytes) -> bytes:
+def _tag(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
     """Each part has a fixed length, or is the last."""
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-def _receive_exactly(connection: socket.socket, size: int, limit: float | None) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, limit: float | None) -> bytearray:
     """limit: of time.monotonic(), or None."""
     found = bytearray()
     while len(found) < size:
@@ -165,4 +185,4 @@ def _receive_exactly(connection: socket.socket, size: int, limit: float | None) 
         if not part:
             raise EOFError
         found += part
-    return bytes(found)
+    return found
