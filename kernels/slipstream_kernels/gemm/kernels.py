@@ -192,6 +192,21 @@ def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tens
     return y
 
 
+def _library_split_refusal(product: Product) -> str | None:
+    return device_refusal(product.weight.device, "the weight is") or _needs_16_bits(product)
+
+
+def _library_split(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
+    """By cuBLAS's older interface: its heuristics split long sums of 129 to 256 rows; those of cuBLASLt do not."""
+    assert isinstance(x, Tensor)
+    preferred = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublas")
+    try:
+        return F.linear(x, weight.tensor, weight.bias)
+    finally:
+        torch.backends.cuda.preferred_blas_library(preferred)
+
+
 def _onednn(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.tensor, weight.bias, "none", [], "")
     return y
@@ -341,6 +356,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "swap_ab_gemm": Kernel(_swap_ab, _swap_ab_refusal, _swap_ab_config, always, _swap_ab_clusters),
     "swap_ab_stream": Kernel(_stream, _stream_refusal, _stream_config, never, _stream_ctas),
     "library": Kernel(_library, _library_refusal),
+    "library_split": Kernel(_library_split, _library_split_refusal),
     "onednn": Kernel(_onednn),
     "scaled_mm": Kernel(_scaled_by("triton"), _needs_gpu),
     "int8_mm": Kernel(_scaled_by("triton"), _needs_gpu),

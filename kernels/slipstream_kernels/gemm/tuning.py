@@ -183,8 +183,21 @@ _SWAP_AB_OF_FP8_BLOCKS = Use(
 )
 # 9 to 16 rows of few features: skinny_gemm adds up its warps' sums after each pass, 22016 x 2048 37 us and 33 here
 _SWAP_AB_OF_SHORT_ROWS = Use("swap_ab_gemm", (Case(((9, 16),), (16385, MOST_ROWS), (0, 5120), gated=True),))
+_LIBRARY_SPLIT = Use(
+    "library_split",
+    (
+        Case(((129, 256),), (0, 5120), (26000, MOST_ROWS), gated=False, ratio=2.5),
+        Case(((64, 192),), (0, 2048), (16384, MOST_ROWS), gated=False, ratio=4.0),
+    ),
+)
 _USES_OF_H200: Table = {
-    ("plain", PLAIN_ROWS): (_SWAP_AB_OF_SHORT_ROWS, up_to("skinny_gemm", 16), _SWAP_AB_OF_PLAIN, Use("library")),
+    ("plain", PLAIN_ROWS): (
+        _SWAP_AB_OF_SHORT_ROWS,
+        up_to("skinny_gemm", 16),
+        _SWAP_AB_OF_PLAIN,
+        _LIBRARY_SPLIT,
+        Use("library"),
+    ),
     ("onednn", PLAIN_ROWS): (Use("onednn"),),
     ("fp8", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
     ("fp8", FP8_ROWS): (_STREAM_OF_FP8, _SWAP_AB_OF_FP8, *_SCALED),
