@@ -110,6 +110,8 @@ def test_reloaded_weights_answer_as_from_a_fresh_start(
     assert texts(engine, few) == other
     carry_out(engine, Control(RELOAD, folder=str(tiny_llama)))
     assert texts(engine, few) == own
+    carry_out(engine, Control(RELOAD, folder=str(other_llama)), Control(RELOAD))  # without a folder: the model's own
+    assert texts(engine, few) == own
 
 
 def test_drafters_sleep_too(tiny_llama: Path, other_llama: Path, few: list[list[int]]) -> None:
@@ -130,6 +132,8 @@ def test_ranks_sleep_and_reload_together(tiny_llama: Path, other_llama: Path, fe
         assert texts(engine, few) == before
         carry_out(engine, Control(RELOAD, folder=str(other_llama)))
         assert texts(engine, few) == texts(make_engine(other_llama), few)
+        carry_out(engine, Control(RELOAD))
+        assert texts(engine, few) == before
     finally:
         engine.close()
 
@@ -240,7 +244,7 @@ def test_only_folders_of_the_operator_are_read(tmp_path: Path) -> None:
     (root / "link").symlink_to(tmp_path / "secret")
     closed = EngineConfig(model=ModelConfig(model=str(own)))
     opened = replace(closed, serving=ServingConfig(reload_root=str(root)))
-    assert allowed_folder(closed, "") == "" and allowed_folder(closed, str(own)) == str(own)
+    assert allowed_folder(closed, "") == "" and allowed_folder(closed, str(own)) == ""
     assert allowed_folder(opened, "next") == allowed_folder(opened, str(root / "next")) == str(root / "next")
     refused = [
         str(tmp_path / "secret"),

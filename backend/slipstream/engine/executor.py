@@ -117,7 +117,7 @@ class SerializedWorker:
     def sleep(self, level: int) -> None:
         self.worker.sleep(level)
 
-    def wake(self, model: str) -> None:
+    def wake(self, model: str | None) -> None:
         self.worker.wake(model)
 
     def close(self) -> None:

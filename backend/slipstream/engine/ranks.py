@@ -345,7 +345,7 @@ class LeadingWorker:
         self._call("sleep", level, is_step=False)
         self._ranks.await_all()  # their memory may be another model's as soon as this has returned
 
-    def wake(self, model: str) -> None:
+    def wake(self, model: str | None) -> None:
         self._call("wake", model, is_step=False)
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class Residency:
             self._sleep(2)
             self._wake(control.folder)
         elif self.level:
-            self._wake("")
+            self._wake(None)
 
     def _sleep(self, level: int) -> None:
         if not self.level:
@@ -154,7 +154,7 @@ class Residency:
             self._worker.sleep(level)
             self.level = level
 
-    def _wake(self, folder: str) -> None:
+    def _wake(self, folder: str | None) -> None:
         try:
             self._worker.wake(folder)
         except MemoryError as error:
@@ -187,7 +187,7 @@ def allowed_folder(config: EngineConfig, folder: str) -> str:
             raise refusal
     except (OSError, ValueError, RuntimeError):  # a name too long, a null byte, a circle of links
         raise refusal from None
-    return str(path)
+    return "" if is_own else str(path)
 
 
 def check_reload(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, folder: str) -> None:

@@ -271,8 +271,9 @@ class Worker(Protocol):
         (level 2). All requests have been forgotten. Asleep already: the level may rise."""
         ...
 
-    def wake(self, model: str) -> None:
-        """Be as after the load again. model: the checkpoint from now on, "" for the same. If it fails, it sleeps on."""
+    def wake(self, model: str | None) -> None:
+        """Be as after the load again. model: the checkpoint from now on, "" for that of the load, which other nodes may
+        have elsewhere; None for the last one. If it fails, it sleeps on."""
         ...
 
     def close(self) -> None:

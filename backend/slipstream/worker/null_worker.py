@@ -47,7 +47,7 @@ class NullWorker:
     def sleep(self, level: int) -> None:
         pass
 
-    def wake(self, model: str) -> None:
+    def wake(self, model: str | None) -> None:
         pass
 
     def close(self) -> None:

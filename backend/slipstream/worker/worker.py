@@ -60,6 +60,7 @@ class ModelWorker:
         self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
     ) -> None:
         self._config, self._spec, self._hardware, self._plan = config, spec, hardware, plan
+        self._own_model = config.model.model
         self._target: Decoder | None = load_target(config, spec, hardware, phases)  # None: asleep without weights
         self._host_weights: HostWeights | None = None
         self._is_asleep = self._was_frozen = False
@@ -175,10 +176,10 @@ class ModelWorker:
         self._was_frozen = give_memory_back(device) or self._was_frozen
 
     @torch.inference_mode(False)  # what it makes is as after a start
-    def wake(self, model: str) -> None:
+    def wake(self, model: str | None) -> None:
         phases, config, has_weights = StartUp(), self._config, self._target is not None
-        if model:
-            self._config = replace(config, model=replace(config.model, model=model))
+        if model is not None:
+            self._config = replace(config, model=replace(config.model, model=model or self._own_model))
         try:
             if self._host_weights is not None:
                 self._host_weights.restore()
