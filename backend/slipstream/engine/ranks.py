@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from slipstream.core.config import EngineConfig, ParallelConfig
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.core.load_progress import LoadProgress
 from slipstream.engine.load_watch import LoadWatch
+from slipstream.engine.meeting_folder import MeetingFolder
 from slipstream.engine.rank_process import RankSetup
 from slipstream.engine.rank_processes import (
     DONE,
@@ -77,7 +77,7 @@ class Ranks:
         self._timeout_s, self._node_timeout_s = parallel.rank_timeout_s, parallel.node_timeout_s
         self._processes = processes or RankProcesses.ahead(parallel)
         self._others: list[RankProcess | RemoteRank] = []  # that have been told their part, or are about to be
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: MeetingFolder | None = None
         self._lock = threading.Lock()
         self._is_closing = False
         self._busy_since = 0.0  # time.monotonic() of a step that runs
@@ -187,7 +187,7 @@ class Ranks:
         self._processes.close()
         if self._folder is not None:
             leave(self._hardware.device)
-            self._folder.cleanup()
+            self._folder.close()
         self._others, self._folder = [], None
         if self._end_timer is not None:
             self._end_timer.cancel()
@@ -200,7 +200,7 @@ class Ranks:
     def remove_folder(self) -> None:
         """For a process that ends without `close`, and its ranks with it: the folder would be left."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     # ---- parts
 
@@ -211,8 +211,8 @@ class Ranks:
 
     def _meet(self, setup: RankSetup, joined: list[Joined]) -> None:
         own = setup.hardware
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")  # for this user only
-        setup = replace(setup, store_path=f"{self._folder.name}/store")
+        self._folder = MeetingFolder()
+        setup = replace(setup, store_path=self._folder.store_path)
         if joined:
             setup = replace(setup, interface=interface_of(joined[0].control.local_address))
         for one in joined:
