@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ANSWER_TOKENS = 32
 _BETWEEN_THOUSANDS = re.compile(r"(?<=\d)[,_\u00a0\u202f](?=\d{3}(?!\d))")
 MARGIN = 16  # tokens that joining pieces of text may add
+REACH = 20  # a needle lies at most this part of a text before its depth
 CITIES = ("Lisbon", "Nairobi", "Quito", "Osaka", "Tallinn", "Perth", "Lima", "Oslo", "Hanoi", "Cork", "Turin", "Accra")
 NEEDLE = " The secret number of {city} is {number}. "
 BEFORE = "Read the text below. A question about it follows.\n\n"
@@ -96,5 +97,8 @@ class Grid:
 
 
 def _sentence_end(text: str, place: int) -> int:
-    """The last end of a sentence up to a place; the beginning of the text if there is none."""
-    return 0 if place == 0 else text.rfind(". ", 0, place) + 1
+    """The last end of a sentence up to a place, or the place itself if the sentence began long before: tables, code and
+    scripts with other full stops have none, and a depth must be what it says."""
+    if place == 0:
+        return 0
+    return text.rfind(". ", max(0, place - len(text) // REACH), place) + 1 or place

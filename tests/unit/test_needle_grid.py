@@ -39,6 +39,12 @@ def test_a_cell_has_its_length_and_its_needle_at_its_depth(tokenizer: PreTrained
     assert len({cell.number for cell in cells}) == 6
 
 
+@pytest.mark.parametrize("haystack", ["It begins. " + "and goes on; " * 500, "\u4ed6\u8bf4\u3002" * 700])
+def test_depths_hold_in_texts_without_full_stops(haystack: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    for cell in Grid(haystack, tokenizer, is_chat=False).cells([2048], [0, 30, 70, 100]):
+        assert abs(cell.prompt.index(cell.number) / len(cell.prompt) - cell.depth / 100) < 0.11
+
+
 def test_cells_follow_from_the_seed(tokenizer: PreTrainedTokenizerBase) -> None:
     def cells(seed: int) -> list[str]:
         return [cell.prompt for cell in Grid(HAYSTACK, tokenizer, is_chat=False, seed=seed).cells([256], [0, 50])]
