@@ -177,6 +177,8 @@ def answer_of(args: argparse.Namespace) -> Answer:
     sampling = {"max_tokens": args.answer_tokens, "temperature": 0.0}
     if args.openai:
         return over_openai(args.openai, args.model, sampling, not args.no_chat, args.key)
+    if not args.no_chat:
+        sampling["add_special_tokens"] = False  # the template writes them
     return over_grpc(args.url, args.model, sampling)
 
 

@@ -83,6 +83,16 @@ def test_what_comes_back_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
         answer(cell)
 
 
+@pytest.mark.parametrize(("option", "asked"), [([], {"add_special_tokens": False}), (["--no-chat"], {})])
+def test_a_template_s_special_tokens_are_not_added_again(
+    option: list[str], asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, object]] = []
+    monkeypatch.setattr(needle, "over_grpc", lambda url, model, sampling: sent.append(sampling))
+    needle.answer_of(needle.parse(["--tokenizer", "model", *option]))
+    assert sent == [{"max_tokens": ANSWER_TOKENS, "temperature": 0.0, **asked}]
+
+
 def test_only_runs_over_the_same_cells_are_compared(tmp_path: Path) -> None:
     earlier, about = tmp_path / "needle.json", {"seed": 0, "haystack": "abc"}
     earlier.write_text(json.dumps({**about, "results": results(1)}))
