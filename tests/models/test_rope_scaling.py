@@ -114,6 +114,19 @@ def test_length_that_a_scaling_serves(llama: Path, scaling: dict[str, object], l
     assert spec_of(llama, scaling).max_model_len == length
 
 
+@pytest.mark.parametrize("variant", ["gemma3", "olmo3"])
+def test_ropes_of_window_layers_bound_no_scaled_length(variant: str, tmp_path: Path) -> None:
+    """They stay as they are, at any position; as in config.json they bound what is stored."""
+    checkpoint = make_checkpoint(variant, tmp_path)
+    assert read_spec(tmp_path).max_model_len == 64
+    assert spec_of(tmp_path, {"rope_type": "linear", "factor": 4.0}).max_model_len == 256
+    assert spec_of(tmp_path, YARN).max_model_len == 64
+    assert spec_of(tmp_path, {**YARN, "factor": 16.0}).max_model_len == 256
+    decoder = load_model(ModelConfig(model=str(tmp_path), device="cpu", rope_scaling='{"type": "linear", "factor": 4}'))
+    (found,) = PagedForward(decoder, [PROMPT * 4]).run([240])
+    assert relative_error(found, checkpoint.logits(PROMPT * 4)) <= 1e-4  # its full layers had that factor before
+
+
 def test_the_engine_serves_the_scaled_length(llama: Path, demo_model: Path) -> None:
     with LLM(str(llama), device="cpu", tokenizer=str(demo_model), num_blocks=8, rope_scaling=json.dumps(YARN)) as llm:
         assert llm.engine.max_model_len == 64

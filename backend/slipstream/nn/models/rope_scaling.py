@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from slipstream.core.errors import ConfigError
@@ -46,8 +47,12 @@ def read_scaled_spec(read: Callable[[HFConfig], DecoderSpec], config: HFConfig, 
     ropes = {attention.rope for attention in spec.attentions if attention.rope is not None}
     if not ropes:
         raise ConfigError(FIELD, rope_scaling, f"{spec.architecture} of this size has no rotary embedding to scale")
-    if kind not in {rope.type for rope in ropes}:
+    scaled = [rope for rope in ropes if rope.type == kind]
+    if not scaled:
         raise ConfigError(FIELD, rope_scaling, f"{spec.architecture} does not read a rope scaling")
+    if len(scaled) < len(ropes):  # others are of layers with a window, which see near tokens alone in any length
+        lengths = [rope.max_model_len(spec.max_position_embeddings) for rope in scaled]
+        spec = replace(spec, max_position_embeddings=min(lengths))
     if spec.max_model_len > MAX_POSITIONS:
         raise ConfigError(FIELD, rope_scaling, f"serves {spec.max_model_len} tokens, accepted: up to {MAX_POSITIONS}")
     _warn(kind, spec.max_model_len, read(config).max_model_len)
