@@ -130,6 +130,11 @@ def test_what_a_config_leaves_out_is_what_hugging_face_takes(
         ("phi-4", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*rope type linear is none"),
         ("Phi-4-mini-instruct", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor=.*48"),
         ("gpt-oss-20b", {"quantization_config": {"quant_method": "int7"}}, "quant_method='int7'"),
+        (
+            "Qwen3-30B-A3B",
+            {"dual_chunk_attention_config": {"chunk_size": 1024}},
+            "local_size=.*below chunk_size",
+        ),
         ("Qwen3-30B-A3B", {"mlp_only_layers": [-1]}, "mlp_only_layers=.*integers of at least 0"),
     ],
 )
@@ -137,6 +142,25 @@ def test_what_cannot_be_honoured_is_named(name: str, changes: dict[str, object],
     (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name][0], **changes}))
     with pytest.raises(ConfigError, match=named):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "length"),
+    [
+        ({"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}, 253952),
+        ({"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 131072}, 131072),
+        ({"local_size": 192}, 8000),
+        (None, 1010000),
+    ],
+)
+def test_dual_chunks_are_served_up_to_the_first(
+    chunks: dict[str, int] | None, length: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen2.5-7B-Instruct-1M: positions of later chunks, and scores by length, are none that rotations have here."""
+    values = {**PUBLISHED["DeepSeek-R1-Distill-Qwen-1.5B"][0], "max_position_embeddings": 1010000, "rope_theta": 1e7}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "dual_chunk_attention_config": chunks}))
+    assert read_spec(tmp_path).max_model_len == length
+    assert (f"up to {length} tokens are served" in caplog.text) is (chunks is not None)
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])

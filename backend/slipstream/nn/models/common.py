@@ -12,7 +12,7 @@ from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear_modules
 from slipstream.nn.models.quantization import read_stored_format
-from slipstream.nn.models.rope import FULL, SLIDING, read_rope
+from slipstream.nn.models.rope import FULL, SLIDING, read_rope, within_first_chunk
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Names
 
@@ -45,6 +45,7 @@ def base_spec(
     if head_dim % 2:
         raise config.error("head_dim", f"rotary embedding needs an even head size, not {head_dim}")
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    rope = within_first_chunk(config, read_rope(config, head_dim, rotated_part))
     bos_token_ids = config.token_ids("bos_token_id")
     attention = AttentionSpec(
         hidden_size=hidden_size,
@@ -52,7 +53,7 @@ def base_spec(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rope=replace(read_rope(config, head_dim, rotated_part), is_interleaved=is_interleaved),
+        rope=replace(rope, is_interleaved=is_interleaved),
     )
     mlp = DenseSpec(hidden_size, config.integer("intermediate_size"), activation_of(config))
     return DecoderSpec(

@@ -15,6 +15,7 @@ LEAST_FACTOR = 0.001  # positions divided by much less are beyond float32
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Beta of 1 + beta · ln(1 + ⌊position / original length⌋), by which Ministral 3 multiplies queries.
 QUERY_SCALING = "llama_4_scaling_beta"
+DUAL_CHUNKS = "dual_chunk_attention_config"
 SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,20 @@ def without_query_scaling(rope: RopeSpec) -> RopeSpec:
     told = "up to %d tokens are served: %s scales later queries, which this attention does not"
     log.warning(told, rope.query_length, QUERY_SCALING)
     return replace(rope, query_beta=0.0, query_length=0, longest=rope.query_length)
+
+
+def within_first_chunk(config: HFConfig, rope: RopeSpec) -> RopeSpec:
+    """Of attention that gives far tokens positions of their own (Qwen's models of 1M tokens), which no code here does:
+    it serves the tokens that have the usual ones. Source: dual chunk attention, arXiv:2402.17463."""
+    section = config.section(DUAL_CHUNKS)
+    if section is None:
+        return rope
+    size, local = section.integer("chunk_size", 8192), section.integer("local_size", 1024)
+    longest = min(size - local, section.integer(ORIGINAL_LENGTH, size))
+    if longest < 1:
+        raise section.error("local_size", f"must be below chunk_size={size}")
+    log.warning("up to %d tokens are served: %s, for more, is not served", longest, DUAL_CHUNKS)
+    return replace(rope, longest=longest)
 
 
 def _rope(config: HFConfig, section: HFConfig, head_dim: int, top_theta: float) -> RopeSpec:
