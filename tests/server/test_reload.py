@@ -100,6 +100,8 @@ def test_a_model_loaded_anew_is_described_anew(
         assert after["other"] is before["other"] and shown(before["llm"]) == first
         checkpoint(Path(checkpoints[1]["model"]), "new: ", 128, toy_tokenizers.byte_level)  # written over
         assert shown((await find())["llm"])[::2] == ("new: Grüße", 128)
+        triton.models["llm"] = {**checkpoints[1], "rope_scaling": '{"rope_type": "linear", "factor": 4}'}
+        assert shown((await find())["llm"])[2] == 512
         triton.models["llm"] = {**checkpoints[1], "max_model_len": "100"}
         assert shown((await find())["llm"])[2] == 100
         await link.close()

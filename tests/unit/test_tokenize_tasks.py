@@ -165,7 +165,8 @@ def test_a_query_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path)
     text = "a" * (32 * TOKENIZER.max_token_bytes + 1)
     config = EngineConfig(task="tokenize", model=ModelConfig(tokenizer=str(tmp_path)))
     assert len(pre(task=make_task(config), QUERY=text)["INPUT_ID"][1]) > 32  # nothing says how much the model takes
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 16, "rope_scaling": {"factor": 2.0}}')
+    scaling = '{"rope_type": "linear", "factor": 2.0}'
+    (tmp_path / "config.json").write_text(f'{{"max_position_embeddings": 16, "rope_scaling": {scaling}}}')
     by_parameter = replace(config, model=replace(config.model, max_model_len=31))
     by_file = replace(config, model=ModelConfig(tokenizer=str(tmp_path / "tokenizer.json")))
     for told, length in ((config, 32), (by_file, 32), (by_parameter, 31)):

@@ -6,13 +6,13 @@ over, because an ensemble hands the client's to every step.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.core.checkpoint_length import checkpoint_length
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import MAX_ENTRIES, check_list, refuse
@@ -47,23 +47,13 @@ class Task(Protocol):
 
 def make_task(config: EngineConfig) -> Task:
     """The task of this configuration, its tokenizer loaded. Raises ConfigError when there is none to load."""
-    folder = resolve_tokenizer(config.model.tokenizer or config.model.model)
-    tokenizer = TextTokenizer.load(folder)
-    max_model_len = config.model.max_model_len or checkpoint_length(Path(folder))
+    found = Path(resolve_tokenizer(config.model.tokenizer or config.model.model))
+    tokenizer = TextTokenizer.load(found)
+    folder = found if found.is_dir() else found.parent
+    max_model_len = config.model.max_model_len or checkpoint_length(folder, config.model.rope_scaling)
     if config.task == "detokenize":
         return DetokenizeTask(config, tokenizer, max_model_len)
     return TokenizeTask(config, tokenizer, max_model_len)
-
-
-def checkpoint_length(tokenizer: Path) -> int:
-    """The most tokens that the checkpoint of a tokenizer (folder or file) can be made to take; 0 if it does not say."""
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    try:
-        told = json.loads((folder / "config.json").read_text("utf-8"))
-        rope = told.get("rope_scaling") or told.get("rope_parameters") or {}
-        return int(told["max_position_embeddings"] * max(1.0, float(rope.get("factor", 1.0))))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return 0
 
 
 class TokenizeTask:

@@ -8,12 +8,12 @@ have changed by then is described anew; requests under way keep the `Model` with
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.checkpoint_length import checkpoint_length
 from slipstream.core.config import CacheConfig, ServingConfig
 from slipstream.core.control import LIST_LORA
 from slipstream.core.errors import ConfigError
@@ -329,8 +329,4 @@ def _max_model_len(settings: dict[str, str], folder: Path) -> int:
     for name in _LENGTHS:
         if length := _number_in(settings, name):
             return length
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        return int(config.get("max_position_embeddings", 0))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return 0
+    return checkpoint_length(folder, settings.get("rope_scaling", ""))
