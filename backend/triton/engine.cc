@@ -37,7 +37,7 @@ Engine::Engine(EngineSetup setup, Services& services)
       services_(services),
       exit_(std::make_shared<ServerExit>(setup_.server)),
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.labels(), reports_)),
-      live_(services.pacer),
+      live_(services.pacer, [exit = exit_] { return exit->has_begun(); }),
       held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
   warn_of_short_exit();
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
@@ -290,6 +290,7 @@ void Engine::report_silence() {
 // go on sending requests to the models at its end.
 void Engine::answer_overdue() {
   if (!exit_->has_begun()) return;
+  live_.fail_steps();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     begin_drain();

@@ -77,7 +77,10 @@ void LiveRequests::respond(const ResponseView& response, const std::vector<Outpu
   for (const ResponseView::Output& output : response.outputs) {
     if (output.index >= outputs.size()) throw ProtocolError("an output index is out of range");
   }
-  const auto request = find(response.handle, response.is_final());
+  auto request = find(response.handle, false);
+  if (!request) return;
+  if (request->feeds_step && is_exiting_()) return fail_steps();
+  if (response.is_final()) request = find(response.handle, true);
   if (!request) return;
   if (request->broadcast != nullptr && !is_broadcast_over(*request, response)) return;
   const uint64_t answered_ns = response.is_final() ? monotonic_ns() : 0;
@@ -132,6 +135,23 @@ size_t LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& m
   return failed.size();
 }
 
+void LiveRequests::fail_steps() {
+  std::vector<OpenRequest> steps;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = live_.begin(); it != live_.end();) {
+      const bool is_step = it->second.request.feeds_step;
+      if (is_step) steps.push_back(it->second.request);
+      if (is_step) marked_.push_back(it->first);
+      it = is_step ? live_.erase(it) : std::next(it);
+    }
+  }
+  changed_.notify_all();
+  for (const OpenRequest& step : steps) {
+    fail(step, TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down, and its ensembles cannot go on");
+  }
+}
+
 void LiveRequests::fail_ignored_cancels() {
   std::vector<OpenRequest> ignored;
   {
@@ -151,7 +171,7 @@ void LiveRequests::fail_ignored_cancels() {
 bool LiveRequests::wait_cancelled(std::vector<uint64_t>& cancelled) {
   cancelled.clear();
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return !live_.empty() || !watching_; });
+  changed_.wait(lock, [this] { return !live_.empty() || !marked_.empty() || !watching_; });
   const auto period = std::clamp<std::chrono::microseconds>(
       kWatchCost * static_cast<int64_t>(live_.size()), kShortestWatchPeriod, kLongestWatchPeriod);
   changed_.wait_for(lock, period, [this] { return !watching_ || !marked_.empty(); });

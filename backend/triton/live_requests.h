@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -22,7 +23,9 @@ namespace slipstream {
 
 class LiveRequests {
  public:
-  explicit LiveRequests(HttpPacer& pacer) : pacer_(pacer) {}
+  // is_exiting: whether the server has begun to end.
+  explicit LiveRequests(HttpPacer& pacer, std::function<bool()> is_exiting = [] { return false; })
+      : pacer_(pacer), is_exiting_(std::move(is_exiting)) {}
 
   // Takes the request over, unless it throws BackendError because the handle is in use.
   void add(uint64_t handle, const OpenRequest& request);
@@ -36,6 +39,11 @@ class LiveRequests {
 
   // Reader thread: answer every request with this error.  Returns how many there were.
   size_t fail_all(TRITONSERVER_Error_Code code, const std::string& message);
+
+  // Reader thread, when the server ends: answer those whose responses feed the next step of an ensemble, and have the
+  // engine end them.  From then on the server (2.51) takes no steps, and an ensemble of which it refuses one is silent
+  // until the process ends: only an error of a step that runs ends it.
+  void fail_steps();
 
   // Reader thread: answer those whose cancellation the engine has ignored for 5 s.
   void fail_ignored_cancels();
@@ -69,11 +77,12 @@ class LiveRequests {
   bool is_broadcast_over(const OpenRequest& request, const ResponseView& response);
 
   HttpPacer& pacer_;
+  const std::function<bool()> is_exiting_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool watching_ = true;
   std::unordered_map<uint64_t, Live> live_;
-  std::vector<uint64_t> marked_;  // by mark_cancelled(), not yet found
+  std::vector<uint64_t> marked_;  // by mark_cancelled() and fail_steps(), not yet found
   std::vector<uint64_t> watched_;  // of the watcher thread
 };
 

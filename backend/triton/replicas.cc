@@ -53,6 +53,7 @@ std::string Replicas::why_down() {
 void Replicas::submit(FrameWriter& writer, OpenRequest& open) {
   const uint64_t handle = new_handle();
   const std::string_view frame = encode_request(writer, handle, open.request);
+  open.feeds_step = feeds_step(open.request);
   open.passed_ns = monotonic_ns();
   if (engines_.size() == 1) {
     if (!engines_.front()->submit(handle, open, frame)) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());

@@ -196,6 +196,19 @@ uint64_t upstream_handle(TRITONBACKEND_Request* request) {
   return handle;
 }
 
+bool feeds_step(TRITONBACKEND_Request* request) {
+  uint32_t num_outputs = 0;
+  check(TRITONBACKEND_RequestOutputCount(request, &num_outputs));
+  bool has_handle = false;
+  for (uint32_t i = 0; i < num_outputs; ++i) {
+    const char* name;
+    check(TRITONBACKEND_RequestOutputName(request, i, &name));
+    if (std::string_view(name) == "text_output") return false;
+    has_handle = has_handle || std::string_view(name) == "request_handle";
+  }
+  return has_handle;
+}
+
 std::string_view encode_request(FrameWriter& writer, uint64_t handle, TRITONBACKEND_Request* request) {
   const Contents contents = measure(request);
   const std::string traceparent = traceparent_of(request);

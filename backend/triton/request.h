@@ -25,4 +25,7 @@ std::string_view encode_request(FrameWriter& writer, uint64_t handle, TRITONBACK
 // The request that this one follows in an ensemble: its UINT64 input REQUEST_HANDLE; 0 if it has none of that form.
 uint64_t upstream_handle(TRITONBACKEND_Request* request);
 
+// Whether its responses go to the next step of an ensemble: it names the output request_handle, not text_output.
+bool feeds_step(TRITONBACKEND_Request* request);
+
 }  // namespace slipstream

@@ -181,7 +181,9 @@ class FakeEngine:
         wanted = one.request.requested_outputs
         if "seen" in wanted or wanted == ("text_output",):
             return wire.bytes_response(handle, flags, TEXT, word)
-        outputs = [(TEXT, (1,), wire.bytes_tensor([word]))]
+        outputs = []
+        if "text_output" in wanted:
+            outputs.append((TEXT, (1,), wire.bytes_tensor([word])))
         if "num_output_tokens" in wanted:
             outputs.append((NUM_OUTPUT_TOKENS, (1,), one.num_sent.to_bytes(4, "little")))
         if "request_handle" in wanted:

@@ -24,6 +24,20 @@ from processes import is_alive, only_child
 from triton_server import HOST, TritonServer, fetch, free_ports
 
 EXIT_TIMEOUT_S = 10  # of TritonServer
+ENSEMBLE = """platform: "ensemble"
+input { name: "text_input" data_type: TYPE_STRING dims: [1] }
+output { name: "text_output" data_type: TYPE_STRING dims: [1] }
+ensemble_scheduling {
+  step { model_name: "llm" model_version: -1
+    input_map { key: "text_input" value: "text_input" }
+    output_map { key: "num_output_tokens" value: "piece" }
+    output_map { key: "request_handle" value: "handle" } }
+  step { model_name: "detok" model_version: -1
+    input_map { key: "max_tokens" value: "piece" }
+    input_map { key: "REQUEST_HANDLE" value: "handle" }
+    output_map { key: "text_output" value: "text_output" } }
+}
+"""
 
 
 def server_with(fake_backend_dir: Path, tmp_path: Path, parameters: dict[str, str], **options: object) -> TritonServer:
@@ -85,6 +99,35 @@ def test_everybody_is_answered_before_the_server_gives_up(fake_backend_dir: Path
         wait_until(lambda: not is_alive(engine), "the engine to end", timeout_s=EXIT_TIMEOUT_S)
         assert wait_end(server, 2 * EXIT_TIMEOUT_S) == 0
         assert "failed to stop server" not in server.log
+
+
+@pytest.mark.parametrize("script", [{"tokens": 100000}, {"tokens": 1, "then": "hang"}], ids=["decodes", "waits"])
+def test_an_ensemble_is_answered_when_the_server_exits(
+    fake_backend_dir: Path, tmp_path: Path, script: dict[str, object]
+) -> None:
+    """The server refuses the steps of an ensemble from then on, and an ensemble of which it refused one is silent."""
+    inputs = 'input { name: "max_tokens" data_type: TYPE_INT32 dims: [1] }\n'
+    inputs += 'input { name: "REQUEST_HANDLE" data_type: TYPE_UINT64 dims: [1] }\n'
+    add_model(tmp_path / "repository", "detok", {"task": "detokenize"}, inputs)
+    (tmp_path / "repository/ensemble/1").mkdir(parents=True)
+    (tmp_path / "repository/ensemble/config.pbtxt").write_text(ENSEMBLE)
+    with (
+        server_with(fake_backend_dir, tmp_path, {}) as server,
+        GrpcStream(server.grpc_url) as stream,
+        GrpcStream(server.grpc_url) as alone,
+    ):
+        alone.send("llm", {"tokens": 300})
+        stream.send("ensemble", script)
+        stream.wait(num_texts=1)
+        os.kill(server.pid, signal.SIGTERM)
+        stream.wait(num_ends=1)
+        assert stream.errors == [
+            "in ensemble 'ensemble', the server is shutting down, and its ensembles cannot go on [UNAVAILABLE]"
+        ]
+        alone.wait(num_ends=1)
+        assert (len(alone.texts), alone.errors) == (300, []), "who asks the model itself is drained"
+        server.wait_until(lambda: "cancelled after" in server.log, "the engine to be told")
+        assert wait_end(server, EXIT_TIMEOUT_S) == 0
 
 
 def test_an_engine_that_dies_while_the_server_exits_says_so_and_stays_down(
