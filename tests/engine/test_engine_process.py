@@ -19,6 +19,7 @@ from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
 from slipstream.core import stats
 from slipstream.core.errors import RankLostError
+from slipstream.engine.heap import HeapTrimmer
 from slipstream.engine.main import run
 from slipstream.engine.socket import EngineLink
 from slipstream.protocol import contract, wire
@@ -46,6 +47,17 @@ def test_a_stream_is_whole_and_ends_with_final(backend: Backend, null_server: In
     responses = backend.responses_of(7)
     assert len(responses) == 20
     assert [r.flags for r in responses] == [0] * 19 + [ResponseFlag.FINAL]
+
+
+def test_the_heap_is_looked_after_while_it_serves(
+    backend: Backend, null_server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[HeapTrimmer] = []
+    monkeypatch.setattr(HeapTrimmer, "check", lambda heap: checks.append(heap))
+    null_server.slow_down(0.005)
+    backend.request(1, 200)
+    backend.responses_of(1)
+    assert 1 <= len(checks) <= 50
 
 
 def test_bad_requests_are_answered_and_disturb_nobody(backend: Backend, null_server: InThread) -> None:

@@ -28,6 +28,7 @@ from slipstream.core.outputs import RequestOutput, StepOutputs
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
+from slipstream.engine.heap import HeapTrimmer
 from slipstream.engine.load_end import end_load
 from slipstream.engine.logits_budget import LogitsBudget
 from slipstream.engine.output_processor import OutputProcessor
@@ -302,6 +303,7 @@ class GenerateServer:
 
     def _answer_steps(self) -> None:
         metrics_due, timeout, settling = 0.0, _METRICS_PERIOD_S, iter(_SETTLE_S)
+        heap = HeapTrimmer()
         while not self._is_drained():
             try:
                 step = self._steps.get(timeout=timeout)
@@ -318,6 +320,7 @@ class GenerateServer:
                 self._count_spans()
                 self._link.send(wire.encode_metrics(self._engine.stats.drain()))
                 metrics_due = now + _METRICS_PERIOD_S
+                heap.check()
             if step:
                 settling = iter(_SETTLE_S)
             timeout = _METRICS_PERIOD_S if self._engine.has_work else next(settling, _METRICS_PERIOD_S)

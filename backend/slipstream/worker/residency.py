@@ -80,7 +80,7 @@ def give_memory_back(device: torch.device) -> bool:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     else:
-        _trim_heap()
+        trim_heap()
     return was_frozen
 
 
@@ -118,7 +118,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """glibc keeps freed blocks of up to 32 MiB for itself."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
