@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.executor import local_worker
-from slipstream.engine.meeting_folder import MeetingFolder
 from slipstream.engine.ranks import LeadingWorker
 from slipstream.nn.load import check_model
 from slipstream.nn.parallel import Parallel
@@ -145,29 +143,6 @@ def test_a_rank_that_fails_before_it_meets_the_others(tiny_llama: Path, monkeypa
     with pytest.raises(RankLostError, match="rank 1"):
         make_engine(tiny_llama, parallel=TWO, make_worker=kill_and_load)
     assert not ranks() and time.monotonic() - begun < 100
-
-
-def test_the_folder_of_an_engine_that_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next one, which leaves alone that of an engine that lives, and one that is just being made."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = f"""
-import os, sys, tempfile
-sys.path[:] = {sys.path!r}
-from slipstream.engine.meeting_folder import MeetingFolder
-tempfile.tempdir = {str(tmp_path)!r}
-folder = MeetingFolder()
-os._exit(0)
-"""
-    living = MeetingFolder()
-    being_made = Path(tempfile.mkdtemp(prefix="slipstream-ranks-"))
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert len(list(tmp_path.iterdir())) == 3
-    last = MeetingFolder()
-    places = [Path(one.store_path).parent for one in (living, last)]
-    assert sorted(tmp_path.iterdir()) == sorted([being_made, *places])
-    for one in (living, last):
-        one.close()
-    assert list(tmp_path.iterdir()) == [being_made]
 
 
 def test_no_rank_is_left_when_the_engine_cannot_start(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
