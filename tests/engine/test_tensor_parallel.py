@@ -229,7 +229,7 @@ def plan(model: Path, parallel: ParallelConfig, **changes: object) -> MemoryPlan
 def test_what_ranks_cannot_share_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: load_format=null"):
         plan(tiny_llama, TWO, load_format="null")
-    named = "4 parts of 16 features, which 3 ranks do not share evenly; accepted tensor_parallel_size: 1, 2$"
+    named = "which 3 ranks do not share evenly, only a divisor of 4 does; accepted tensor_parallel_size: 1, 2$"
     with pytest.raises(ConfigError, match=named):
         plan(tiny_llama, ParallelConfig(3))
 

@@ -281,7 +281,7 @@ def test_ranks_do_not_share_a_head_of_queries(variant: str, sizes: dict[str, int
     """As heads of keys: it would be in the sum of all ranks twice."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64}
     path = make_checkpoint(variant, tmp_path, **{**heads, **sizes}).path
-    with pytest.raises(ConfigError, match=f"{part}, which 4 ranks do not share evenly; accepted: a divisor of 2"):
+    with pytest.raises(ConfigError, match=f"{part}, which 4 ranks do not share evenly, only a divisor of 2 does"):
         load_rank(path, Parallel(3, 4))
 
 

@@ -173,7 +173,7 @@ class Parallel:
 
     def _uneven(self, name: str, units: int, unit: int, accepted: str) -> ConfigError:
         reason = f"{name} has {units} parts of {unit} features, which {self.size} ranks do not share evenly"
-        return ConfigError(FIELD, self.size, f"{reason}; accepted: {accepted}")
+        return ConfigError(FIELD, self.size, f"{reason}, only {accepted} does")
 
     def blocks_of(self, name: str, total: int) -> slice:
         """This rank's range of `total` features: in whole blocks where that is nearly even, the most on the first rank;
