@@ -69,3 +69,23 @@ def add_model(repository: Path, name: str, parameters: Mapping[str, str] | None 
     )
     (model / "config.pbtxt").write_text(f'name: "{name}"\nbackend: "slipstream"\n{entries}{extra}')
     return model
+
+
+def add_ensemble(repository: Path, first: str, output: str, second_input: str) -> None:
+    """The model `ensemble`: `first`, whose output is the input of `detok`, which says what the client gets."""
+    model = repository / "ensemble"
+    (model / "1").mkdir(parents=True)
+    (model / "config.pbtxt").write_text(f"""platform: "ensemble"
+input {{ name: "text_input" data_type: TYPE_STRING dims: [1] }}
+output {{ name: "text_output" data_type: TYPE_STRING dims: [1] }}
+ensemble_scheduling {{
+  step {{ model_name: "{first}" model_version: -1
+    input_map {{ key: "text_input" value: "text_input" }}
+    output_map {{ key: "{output}" value: "piece" }}
+    output_map {{ key: "request_handle" value: "handle" }} }}
+  step {{ model_name: "detok" model_version: -1
+    input_map {{ key: "{second_input}" value: "piece" }}
+    input_map {{ key: "REQUEST_HANDLE" value: "handle" }}
+    output_map {{ key: "text_output" value: "text_output" }} }}
+}}
+""")

@@ -8,25 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_backend import add_model
+from fake_backend import add_ensemble, add_model
 from grpc_stream import GrpcStream
 from sse_client import stream_many
 from triton_server import TritonServer
 
-ENSEMBLE = """platform: "ensemble"
-input { name: "text_input" data_type: TYPE_STRING dims: [1] }
-output { name: "text_output" data_type: TYPE_STRING dims: [1] }
-ensemble_scheduling {
-  step { model_name: "slow" model_version: -1
-    input_map { key: "text_input" value: "text_input" }
-    output_map { key: "text_output" value: "piece" }
-    output_map { key: "request_handle" value: "handle" } }
-  step { model_name: "detok" model_version: -1
-    input_map { key: "text_input" value: "piece" }
-    input_map { key: "REQUEST_HANDLE" value: "handle" }
-    output_map { key: "text_output" value: "text_output" } }
-}
-"""
 OWN_INPUTS = """input { name: "text_input" data_type: TYPE_STRING dims: [1] }
 input { name: "REQUEST_HANDLE" data_type: TYPE_UINT64 dims: [1] optional: true }
 """
@@ -47,8 +33,7 @@ def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     add_model(repository, "tok", {"task": "tokenize"})
     add_model(repository, "one_answer", {}, "model_transaction_policy { decoupled: false }\n")
     add_model(repository, "detok", {"task": "detokenize"}, OWN_INPUTS)
-    (repository / "ensemble" / "1").mkdir(parents=True)
-    (repository / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+    add_ensemble(repository, "slow", "text_output", "text_input")
     with TritonServer(repository, fake_backend_dir) as started:
         yield started
 

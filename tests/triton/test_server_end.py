@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from fake_backend import add_model
+from fake_backend import add_ensemble, add_model
 from grpc_stream import GrpcStream
 from llm_client import grpc_stream
 from llm_server import missing_server
@@ -24,20 +24,6 @@ from processes import is_alive, only_child
 from triton_server import HOST, TritonServer, fetch, free_ports
 
 EXIT_TIMEOUT_S = 10  # of TritonServer
-ENSEMBLE = """platform: "ensemble"
-input { name: "text_input" data_type: TYPE_STRING dims: [1] }
-output { name: "text_output" data_type: TYPE_STRING dims: [1] }
-ensemble_scheduling {
-  step { model_name: "llm" model_version: -1
-    input_map { key: "text_input" value: "text_input" }
-    output_map { key: "num_output_tokens" value: "piece" }
-    output_map { key: "request_handle" value: "handle" } }
-  step { model_name: "detok" model_version: -1
-    input_map { key: "max_tokens" value: "piece" }
-    input_map { key: "REQUEST_HANDLE" value: "handle" }
-    output_map { key: "text_output" value: "text_output" } }
-}
-"""
 
 
 def server_with(fake_backend_dir: Path, tmp_path: Path, parameters: dict[str, str], **options: object) -> TritonServer:
@@ -109,8 +95,7 @@ def test_an_ensemble_is_answered_when_the_server_exits(
     inputs = 'input { name: "max_tokens" data_type: TYPE_INT32 dims: [1] }\n'
     inputs += 'input { name: "REQUEST_HANDLE" data_type: TYPE_UINT64 dims: [1] }\n'
     add_model(tmp_path / "repository", "detok", {"task": "detokenize"}, inputs)
-    (tmp_path / "repository/ensemble/1").mkdir(parents=True)
-    (tmp_path / "repository/ensemble/config.pbtxt").write_text(ENSEMBLE)
+    add_ensemble(tmp_path / "repository", "llm", "num_output_tokens", "max_tokens")
     with (
         server_with(fake_backend_dir, tmp_path, {}) as server,
         GrpcStream(server.grpc_url) as stream,
