@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_twice
+from nodes import Node
 from own_process import in_own_process
 from slipstream.core.config import ParallelConfig, SpeculationConfig
 from slipstream.core.request import FinishReason
@@ -100,6 +102,20 @@ def test_experts_over_ranks(by_experts: bool, tmp_path: Path) -> None:
 def test_graphs_that_call_nccl_end_with_their_model(tmp_path: Path) -> None:
     """In deterministic mode ranks gather, by NCCL, and sum in a fixed order; NCCL waits for graphs that call it."""
     same_as_alone(make_model(tmp_path), CUTS["two ranks"], deterministic=True)
+
+
+@pytest.mark.parametrize("cut", ["two ranks", "two stages"])
+def test_a_second_node(cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with the second GPU; NCCL goes over sockets, as between machines."""
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    with monkeypatch.context() as of_worker:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        of_worker.setenv("CUDA_VISIBLE_DEVICES", gpus[1])
+        node = Node(tmp_path, b"a secret of two machines")
+    with node:
+        nodes = replace(CUTS[cut], num_nodes=2, rank_address=node.address, rank_secret_file=str(node.secret))
+        same_as_alone(make_model(tmp_path / "model"), nodes)
 
 
 def same_as_alone(
