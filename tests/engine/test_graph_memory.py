@@ -33,7 +33,11 @@ def llama(tmp_path: Path) -> Path:
 
 
 def held_bytes(sets: Sequence[StepGraphs[Any]]) -> int:
-    """Of the tensors that graphs read and of those that they return; logits share the memory of the largest."""
+    """Of the tensors that graphs read and of those that they return, when all are captured; logits share the memory of
+    the largest."""
+    for graphs in sets:
+        while graphs.capture_next():
+            pass
     static = [graphs._static for graphs in sets]
     inputs = sum(one._arriving.nbytes + one.block_tables.nbytes for one in static)
     logits = max((logits.nbytes for graphs in sets for logits in graphs._logits.values()), default=0)

@@ -12,6 +12,9 @@ import pytest
 import torch
 from engine_driver import GREEDY, announce, make_engine, model_worker, run_all
 from rank_threads import on_each, parallels
+from rehearsed_graphs import rehearse_graphs, rehearse_graphs_of_ranks
+from slipstream.core.config import ParallelConfig
+from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
@@ -19,7 +22,7 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.parallel import Parallel
 from slipstream.worker import cuda_graphs
 from slipstream.worker.cuda_graphs import StepGraphs
-from slipstream.worker.graph_shapes import MAX_TOKENS, PromptShape, prompt_shapes
+from slipstream.worker.graph_shapes import MAX_TOKENS, GraphShape, PromptShape, prompt_shapes
 from slipstream.worker.input_batch import PendingRows
 from slipstream.worker.static_tensors import GraphInputs
 from step_arrays import step_of
@@ -134,6 +137,112 @@ def test_the_rank_that_launches_last_keeps_a_graph(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(perf_counter=lambda: here.now))
     assert [int(found) for found in on_each(parallels(2), shapes_of)] == kept
+
+
+@pytest.mark.parametrize("num_bound", range(9))
+def test_sizes_are_kept_up_to_the_first_that_takes_longer_than_its_launches(
+    num_bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few are timed; every shape that is kept has run before, so that no step compiles its kernels."""
+    now, ran, timed = 0.0, set[PromptShape](), list[int]()
+    shapes = prompt_shapes((300,), 1024)
+    by_batch = {(shape.num_tokens, shape.num_decodes): shape for shape in shapes}
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        nonlocal now
+        now += 0.01
+        shape = by_batch[len(batch.token_ids), batch.num_decode_requests]
+        ran.add(shape)
+        timed.append(shape.num_tokens)
+        return batch.positions
+
+    def synchronize() -> None:
+        nonlocal now
+        now += 0.01 if timed and timed[-1] > 128 * num_bound else 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(perf_counter=lambda: now))
+    graphs, decided = StepGraphs(shapes, GraphInputs(4, 128, CPU), forward), list[bool]()
+
+    def any_of(word: bool) -> bool:
+        decided.append(word)
+        return word
+
+    graphs.keep_launch_bound(any_of)
+    assert {shape.num_tokens for shape in graphs.shapes} == {128 * size for size in range(1, num_bound + 1)}
+    assert list(graphs.shapes) == [shape for shape in shapes if shape.num_tokens <= 128 * num_bound]
+    assert ran >= set(graphs.shapes) and len(decided) <= 4
+
+
+def test_the_graph_of_a_prompt_is_captured_by_the_first_step_that_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At start decodes have theirs, and the largest prompt, whose memory all others take."""
+    rehearse_graphs(monkeypatch, (1, 3, 8))
+    monkeypatch.setattr(StepGraphs, "keep_launch_bound", lambda *arguments: None)
+    checkpoint, no_hits = make_tiny_llama(tmp_path, head_dim=64), {"enable_prefix_caching": False}
+    engine = make_engine(checkpoint, cache=no_hits, scheduler={"max_num_batched_tokens": 300})
+    runner = model_worker(engine).runner
+    decodes, prompts = runner._graphs, runner._prompt_graphs
+    largest = prompts.shapes[-1]
+    assert {*prompts._graphs} == {largest} and largest.num_tokens == 384
+    short = [shape for shape in decodes.shapes if shape.max_query_len > 1]
+    assert {*decodes._graphs} == {*decodes.shapes} - {*short[:-1]} and len(short) > 3
+    at_start = {*decodes._graphs}
+    engine.residency._may_prepare = False
+    for length, of_prompts, of_decodes in (
+        (100, {PromptShape(128, 0)}, set()),
+        (90, {PromptShape(128, 0)}, set()),  # there already
+        (30, {PromptShape(128, 0)}, {GraphShape(32, 64, 1)}),
+    ):
+        engine.submit(Request(list(range(5, 5 + length)), GREEDY))
+        while engine.has_work:
+            engine.step()
+        assert {*prompts._graphs} == {largest} | of_prompts and {*decodes._graphs} == at_start | of_decodes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_idle_engine_captures_the_graphs_of_prompts(
+    num_ranks: int, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, and after it has been woken again."""
+    rehearse_graphs_of_ranks(monkeypatch, (1, 4))
+    checkpoint = make_tiny_llama(tmp_path)
+    expected = [told.token_ids for told in run_all(make_engine(checkpoint, {"cuda_graphs": "off"}), prompts, GREEDY)]
+    engine = make_engine(checkpoint, parallel=ParallelConfig(num_ranks), scheduler={"max_num_batched_tokens": 140})
+    try:
+        for _ in range(2):
+            runner = model_worker(engine).runner
+            sets = runner._graphs, runner._prompt_graphs
+            num_shapes, num_captured = sum(len(one.shapes) for one in sets), sum(len(one._graphs) for one in sets)
+            for num_steps in range(1, num_shapes - num_captured + 3):
+                engine.step()
+                assert sum(len(one._graphs) for one in sets) == min(num_shapes, num_captured + num_steps)
+            assert num_shapes - num_captured > 3 and not engine.residency._may_prepare
+            assert [told.token_ids for told in run_all(engine, prompts, GREEDY)] == expected
+            for control in (Control(SLEEP, 1), Control(WAKE_UP)):
+                engine.post(control)
+                engine.step()
+    finally:
+        engine.close()
+
+
+def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(
+    tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rehearse_graphs(monkeypatch, (1, 4))
+    engine = make_engine(make_tiny_llama(tmp_path))
+    expected = [told.token_ids for told in run_all(engine, prompts, GREEDY)]
+    engine = make_engine(tmp_path)
+
+    def record(graphs: StepGraphs[GraphShape], shape: GraphShape) -> None:
+        raise torch.OutOfMemoryError("no memory\nat all")
+
+    monkeypatch.setattr(StepGraphs, "_record", record)
+    assert [told.token_ids for told in run_all(engine, prompts, GREEDY)] == expected
+    runner = model_worker(engine).runner
+    assert {*runner._graphs.shapes} == {*runner._graphs._graphs} and not runner.capture_next()
+    assert "no memory to capture them (no memory)" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

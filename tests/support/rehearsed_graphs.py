@@ -6,7 +6,8 @@ heads that draft in graphs after verifications, and outputs that are valid only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -41,12 +42,12 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
     """Give engines on a CPU graphs for these numbers of requests. All steps measure as equally long."""
     pool: list[torch.Tensor] = []
 
-    def capture(graphs: StepGraphs[Any], beside: StepGraphs[Any] | None = None) -> None:
-        for shape in reversed(graphs._shapes):
-            one = Rehearsal(lambda shape=shape: _outputs(graphs, shape), pool)  # type: ignore[misc]
-            graphs._graphs[shape] = one, one.outputs[0]  # type: ignore[assignment]
-            if len(one.outputs) > 1:
-                graphs._logits[shape] = one.outputs[1]
+    def record(graphs: StepGraphs[Any], shape: Any) -> None:
+        with _nothing_loaded(graphs):
+            one = Rehearsal(lambda: _outputs(graphs, shape), pool)
+        graphs._graphs[shape] = one, one.outputs[0]  # type: ignore[assignment]
+        if len(one.outputs) > 1:
+            graphs._logits[shape] = one.outputs[1]
 
     def capture_heads(heads: HeadGraphs, rows: Sequence[ComputedRows]) -> None:
         of_heads: list[torch.Tensor] = []
@@ -60,10 +61,25 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
 
     for module in (model_runner, draft_graphs):
         monkeypatch.setattr(module, "graph_sizes", lambda *arguments: sizes)
-    monkeypatch.setattr(StepGraphs, "capture", torch.inference_mode()(capture))
+    monkeypatch.setattr(StepGraphs, "_record", torch.inference_mode()(record))
     monkeypatch.setattr(HeadGraphs, "capture", torch.inference_mode()(capture_heads))
     monkeypatch.setattr(HeadGraphs, "seconds", lambda heads: {})
     monkeypatch.setattr(cuda_graphs, "seconds_of", seconds_of)
+
+
+@contextmanager
+def _nothing_loaded(graphs: StepGraphs[Any]) -> Iterator[None]:
+    """As a capture runs nothing, its rehearsal runs padding, and leaves the static tensors as they are."""
+    static = graphs._static
+    tensors = [static._arriving, static.block_tables, static.drawn]
+    if not hasattr(static, "rehearsed_from"):  # at start
+        static.rehearsed_from = [tensor.clone() for tensor in tensors]  # type: ignore[attr-defined]
+    loaded = [tensor.clone() for tensor in tensors]
+    for tensor, first in zip(tensors, static.rehearsed_from):  # type: ignore[attr-defined]
+        tensor.copy_(first)
+    yield
+    for tensor, last in zip(tensors, loaded):
+        tensor.copy_(last)
 
 
 def _outputs(graphs: StepGraphs[Any], shape: Any) -> list[torch.Tensor]:

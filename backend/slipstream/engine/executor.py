@@ -114,6 +114,9 @@ class SerializedWorker:
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self.worker.forget(_copied(sequence_ids))
 
+    def prepare(self) -> bool:
+        return self.worker.prepare()
+
     def sleep(self, level: int) -> None:
         self.worker.sleep(level)
 

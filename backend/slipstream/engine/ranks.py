@@ -341,6 +341,10 @@ class LeadingWorker:
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._call("forget", sequence_ids)
 
+    def prepare(self) -> bool:
+        has_more: bool = self._call("prepare")
+        return has_more
+
     def sleep(self, level: int) -> None:
         self._call("sleep", level, is_step=False)
         self._ranks.await_all()  # their memory may be another model's as soon as this has returned
@@ -351,10 +355,10 @@ class LeadingWorker:
     def close(self) -> None:
         self.worker.close()
 
-    def _call(self, name: str, argument: object, is_step: bool = True) -> Any:
+    def _call(self, name: str, *arguments: object, is_step: bool = True) -> Any:
         try:
-            self._ranks.begin(name, argument, is_step=is_step)
-            result = getattr(self.worker, name)(argument)
+            self._ranks.begin(name, *arguments, is_step=is_step)
+            result = getattr(self.worker, name)(*arguments)
         except Exception as error:
             lost = None if is_step else self._ranks.loss_behind_failure()  # of a step the engine looks for it
             if lost is None:

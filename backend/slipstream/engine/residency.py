@@ -63,6 +63,7 @@ class Residency:
         self._close_caches = close_caches
         self.order: Order | None = None
         self.level = 0
+        self._may_prepare = True
 
     # ---- any thread, under the engine's lock
 
@@ -110,8 +111,10 @@ class Residency:
         return list(live)
 
     def carry_out(self) -> None:
-        """No request is left."""
-        if self.order is not None and not self.is_waking:
+        """No request is left. Without a command the worker may prepare for those to come."""
+        if self.order is None:
+            self._may_prepare = self._may_prepare and not self.level and self._worker.prepare()
+        elif not self.is_waking:
             self._carry_out(self.order)
 
     def fail(self, error: SlipstreamError) -> None:
@@ -164,6 +167,7 @@ class Residency:
                 raise
             raise CapacityError("the model sleeps on: the device has no memory for it") from error
         self.level = 0
+        self._may_prepare = True
 
     def _finish(self, order: Order, error: SlipstreamError | None) -> None:
         order.error, self.order = error, None

@@ -49,7 +49,7 @@ class AdapterRows:
         slots = np.array([state.adapter_slot for state in states], dtype=np.int32)
         if slots.max(initial=NO_SLOT) == NO_SLOT:
             return None
-        shape = None if self.graphs is None or step.total_num_drafts else self.graphs.shape_for(arrays)
+        shape = None if self.graphs is None or step.total_num_drafts else self.graphs.captured_for(arrays)
         of_rows = np.repeat(slots, step.num_scheduled_tokens)
         num_tokens = len(of_rows) if shape is None else shape.num_tokens
         tiles = np.concatenate([array.ravel() for array in gather_rows(of_rows, num_tokens, self._rows.num_slots)])

@@ -1,9 +1,9 @@
-"""Steps captured as CUDA graphs at start: one launch in place of some hundred. Engine thread.
+"""Steps captured as CUDA graphs: one launch in place of some hundred. Engine thread.
 
-A graph has a capacity of tokens and requests and runs every step that fits: decodes, verifications, short prompts.
-Lengths are data. Steps are padded with tokens that write nothing (slot -1) and requests that attend to nothing
-(seq_len 0). All graphs read the same static tensors, and begin by completing them. Knows tensors only: no requests, no
-model.
+Graphs of decodes and verifications are captured at start, those of steps with prompts afterwards. A graph has a
+capacity of tokens and requests and runs every step that fits: decodes, verifications, short prompts. Lengths are data.
+Steps are padded with tokens that write nothing (slot -1) and requests that attend to nothing (seq_len 0). All graphs
+read the same static tensors, and begin by completing them. Knows tensors only: no requests, no model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +38,7 @@ TIMED_CONTEXT = 1024
 
 Shape = TypeVar("Shape", bound=StepShape)
 _num_tokens: Callable[[StepShape], int] = attrgetter("num_tokens")
+AnyOf = Callable[[bool], bool]  # whether any rank says so, each at the same time
 
 
 class StepGraphs(Generic[Shape]):
@@ -60,6 +61,7 @@ class StepGraphs(Generic[Shape]):
         self._logits: dict[Shape, torch.Tensor] = {}  # of the graphs that draw
         self._static = StaticTensors(self._shapes, inputs)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._any_of: AnyOf | None = None
         self._pool = torch.cuda.graph_pool_handle() if shapes and inputs.device.type == "cuda" else None
         self._batches: dict[tuple[Shape, int], ForwardBatch] = {}  # by number of logits_indices; views only
         self._last_batch: tuple[Shape | None, int, ForwardBatch | None] = None, 0, None
@@ -101,7 +103,7 @@ class StepGraphs(Generic[Shape]):
         return hidden, self._draw(hidden) if self._draw is not None and shape.max_query_len == 1 else None
 
     def keep_launch_bound(
-        self, any_of: Callable[[bool], bool], warming: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, any_of: AnyOf, warming: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches.
 
@@ -109,49 +111,94 @@ class StepGraphs(Generic[Shape]):
 
         any_of: several ranks wait for each other's sums, so only the one that launches last sees what bounds them all:
         its word keeps a shape."""
-        kept: list[Shape] = []
-        for _, group in groupby(self._shapes, lambda shape: shape.num_tokens):
-            shapes = list(group)
+        groups = [list(group) for _, group in groupby(self._shapes, _num_tokens)]
+        num_kept, end = 0, len(groups)  # of groups known to be kept, and where those begin that are known not to be
+        num_warm = 0
+        while num_kept < end:
+            middle = (num_kept + end) // 2
             with warming():
-                for shape in shapes:
+                for shape in chain.from_iterable(groups[num_warm : middle + 1]):
                     self._forward(self._batch(shape, shape.num_logits))
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self._forward(self._batch(shapes[0], shapes[0].num_logits))
-            launched = time.perf_counter()
-            torch.cuda.synchronize()
-            if not any_of(time.perf_counter() - start <= LAUNCH_BOUND * (launched - start)):
-                break
-            kept += shapes
-        self._shapes = kept
+            num_warm = max(num_warm, middle + 1)
+            if any_of(self._is_launch_bound(groups[middle][0])):
+                num_kept = middle + 1
+            else:
+                end = middle
+        self._shapes = list(chain.from_iterable(groups[:num_kept]))
         self._decode_shapes.clear()
 
-    def capture(self, beside: StepGraphs[Any] | None = None) -> None:
-        """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode.
+    def _is_launch_bound(self, shape: Shape) -> bool:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._forward(self._batch(shape, shape.num_logits))
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start <= LAUNCH_BOUND * (launched - start)
+
+    def capture(self, beside: StepGraphs[Any] | None = None, when_taken: AnyOf | None = None) -> None:
+        """Record graphs in one memory pool, the largest first. The caller holds inference_mode.
 
         beside: other graphs, whose memory pool is shared, because no two graphs run at once.
-        """
+
+        when_taken: record now those of decodes and verifications, and the largest, in whose memory all others have
+        room. Others are recorded when nothing is to be done (`capture_next`), or by the first step that takes them,
+        which takes some 20 ms more than if it were launched kernel by kernel: some sixty took a third of a start. This
+        tells all ranks whether one of them has no memory for a graph, which then none has."""
         if not self._shapes:
             return
         start = time.perf_counter()
         if beside is not None and beside._pool is not None:
             self._pool = beside._pool
-        with uncollected():
-            for shape in reversed(self._shapes):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    hidden, logits = self._run(shape)
-                self._graphs[shape] = (graph, hidden)
-                if logits is not None:
-                    self._logits[shape] = _unowned(logits)
-                    del logits  # for the next graph to have the memory of the logits
-        torch.cuda.synchronize()
+        self._any_of, largest = when_taken, self._shapes[-1]
+        for shape in reversed(self._shapes):
+            if when_taken is None or shape.at_start or shape == largest:
+                self._record(shape)
         decodes = [str(shape.num_requests) for shape in self._shapes if shape.max_query_len == 1]
         logger.info(
-            "captured %d graphs in %.2f s: %sothers of up to %d tokens",
-            len(self._shapes), time.perf_counter() - start,
-            f"decode steps of {', '.join(decodes)} requests, " if decodes else "", self._shapes[-1].num_tokens,
+            "captured %d graphs in %.2f s%s; %d more of up to %d tokens follow",
+            len(self._graphs), time.perf_counter() - start,
+            f", decode steps of {', '.join(decodes)} requests" if decodes else "",
+            len(self._shapes) - len(self._graphs), largest.num_tokens,
         )  # fmt: skip
+
+    def capture_next(self) -> bool:
+        """Record one graph more, the largest. Returns whether there was one."""
+        shape = next((shape for shape in reversed(self._shapes) if shape not in self._graphs), None)
+        return shape is not None and self._has_captured(shape)
+
+    def captured_for(self, step: StepArrays) -> Shape | None:
+        """The smallest graph that fits the step, recorded now if it has not been, or None."""
+        shape = self.shape_for(step)
+        while not (shape is None or shape in self._graphs or self._has_captured(shape)):
+            shape = self.shape_for(step)
+        return shape
+
+    def _has_captured(self, shape: Shape) -> bool:
+        """Without memory for it on any rank there will be no further graphs."""
+        assert self._any_of is not None, "all have been captured at start"
+        failure = None
+        try:
+            self._record(shape)
+        except torch.OutOfMemoryError as error:
+            failure = str(error).splitlines()[0]
+        if not self._any_of(failure is not None):
+            return True
+        missing = {shape, *(other for other in self._shapes if other not in self._graphs)}
+        logger.warning(
+            "steps like %d CUDA graphs are launched kernel by kernel: no memory to capture them (%s)",
+            len(missing), failure or "on another rank",
+        )  # fmt: skip
+        self.drop(missing)
+        return False
+
+    def _record(self, shape: Shape) -> None:
+        """All kernels of the shape have run before (`warm_up`). Runs nothing: static tensors stay as they are."""
+        graph = torch.cuda.CUDAGraph()
+        with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden, logits = self._run(shape)
+        self._graphs[shape] = graph, hidden
+        if logits is not None:  # not owned, for the next graph to have the memory of the logits
+            self._logits[shape] = _unowned(logits)
 
     def time_steps(
         self, shapes: Sequence[Shape], plan: MemoryPlan, after: Callable[[torch.Tensor], object]
@@ -176,7 +223,7 @@ class StepGraphs(Generic[Shape]):
         self._shapes = [shape for shape in self._shapes if shape not in shapes]
         self._decode_shapes.clear()
         for shape in shapes:
-            del self._graphs[shape]
+            self._graphs.pop(shape, None)
             self._logits.pop(shape, None)
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
@@ -241,7 +288,6 @@ def seconds_of(run: Callable[[], object]) -> float:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Disable garbage collection: freeing another engine's graphs or pinned memory makes a capture fail."""
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -69,6 +69,11 @@ class StepShape(Protocol):
         """Number of logits_indices that the forward pass reads."""
         ...
 
+    @property
+    def at_start(self) -> bool:
+        """Whether its graph is captured at start in any case: only tokens of decodes wait for its steps."""
+        ...
+
     def holds(self, step: StepArrays) -> bool: ...
 
     def spread(self, step: StepArrays) -> StepArrays:
@@ -120,6 +125,10 @@ class GraphShape:
     @property
     def num_logits(self) -> int:
         return 1
+
+    @property
+    def at_start(self) -> bool:
+        return self.max_query_len == 1 or self.is_verification
 
     def spread(self, step: StepArrays) -> StepArrays:
         return step
@@ -232,6 +241,10 @@ class PromptShape:
 
     @property
     def is_tree(self) -> bool:
+        return False
+
+    @property
+    def at_start(self) -> bool:
         return False
 
     def holds(self, step: StepArrays) -> bool:

@@ -266,6 +266,11 @@ class Worker(Protocol):
         """Drop the state of ended requests; unknown ids are ignored."""
         ...
 
+    def prepare(self) -> bool:
+        """While nothing is to be done: make one thing ready that a step would else have to make, in some 50 ms. Returns
+        whether there may be more."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Give device memory back: KV pool, graphs and drafters; the weights go to host memory (level 1) or nowhere
         (level 2). All requests have been forgotten. Asleep already: the level may rise."""

@@ -7,6 +7,7 @@ waits, for its own step. The caller of a step's parts holds torch.inference_mode
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -130,13 +131,15 @@ class ModelRunner:
         self._warm_up(config)
         self._padding_rows = self._warm_up_drafts(drafts)
         finish_phase(phases, "warm-up", self._hardware)
+        gc.collect()  # graphs of engines that are gone hold memory until then
         if self._stage is not None:
             self._stage.graphs.capture()
-        self._prompt_graphs.capture()
-        self._graphs.capture(beside=self._prompt_graphs)
+        any_of = self._parallel.any_of
+        self._prompt_graphs.capture(when_taken=any_of)
+        self._graphs.capture(beside=self._prompt_graphs, when_taken=any_of)
         self.layered.graphs.capture(beside=self._graphs)
         if self._adapters is not None and self._adapters.graphs is not None:
-            self._adapters.graphs.capture(beside=self._graphs)
+            self._adapters.graphs.capture(beside=self._graphs, when_taken=any_of)
         finish_phase(phases, "graphs", self._hardware)
 
     @torch.inference_mode()
@@ -194,12 +197,12 @@ class ModelRunner:
         if with_adapters is not None:
             return with_adapters
         graphs = self._graphs if self._stage is None else self._stage.graphs
-        shape = graphs.shape_for(arrays)
+        shape = graphs.captured_for(arrays)
         if shape is not None:
             return StepTensors(graphs.load(shape, arrays), shape)
         is_last_only = self._samples_last_only(step, states, arrays)
         may_have_graph = is_last_only or (self._reads_all_rows and not step.total_num_drafts)
-        prompt_shape = self._prompt_graphs.shape_for(arrays) if may_have_graph else None
+        prompt_shape = self._prompt_graphs.captured_for(arrays) if may_have_graph else None
         if prompt_shape is None:
             return StepTensors(self._builder.tensors(arrays), is_last_only=is_last_only)
         batch = self._prompt_graphs.load(prompt_shape, arrays)
@@ -300,6 +303,11 @@ class ModelRunner:
         running = RunningStep(step, behind.states, tensors, self.forward(tensors))
         drafted = [DraftedRequest(state, count) for state, count in zip(behind.states, step.num_drafts)]
         return running, self._verifier.verify(running, drafted, self._prompt_logprobs, is_ahead=True)
+
+    def capture_next(self) -> bool:
+        """Capture one graph that a step would have to capture first. Returns whether there may be more."""
+        of_adapters = None if self._adapters is None else self._adapters.graphs
+        return any(graphs.capture_next() for graphs in (self._graphs, self._prompt_graphs, of_adapters) if graphs)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._prompt_logprobs.forget(sequence_ids)

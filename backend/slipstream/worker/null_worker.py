@@ -44,6 +44,9 @@ class NullWorker:
     def forget(self, sequence_ids: Sequence[int]) -> None:
         pass
 
+    def prepare(self) -> bool:
+        return False
+
     def sleep(self, level: int) -> None:
         pass
 

@@ -27,8 +27,8 @@ class StageGraphs:
     def shapes(self) -> Sequence[GraphShape]:
         return self._sets[0].shapes
 
-    def shape_for(self, step: StepArrays) -> GraphShape | None:
-        return self._sets[0].shape_for(step)
+    def captured_for(self, step: StepArrays) -> GraphShape | None:
+        return self._sets[0].captured_for(step)
 
     def warm_up(self) -> None:
         self._sets[0].warm_up()

@@ -159,6 +159,11 @@ class ModelWorker:
         self.runner.forget(sequence_ids)
         self.speculator.forget(sequence_ids)
 
+    @in_inference_mode
+    def prepare(self) -> bool:
+        enter_device(self._hardware.device)
+        return self.runner.capture_next()
+
     def sleep(self, level: int) -> None:
         if not self._is_asleep:
             self._launched.clear()
