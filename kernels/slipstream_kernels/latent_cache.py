@@ -1,4 +1,5 @@
 """LatentCache: the cache of multi-head latent attention (MLA), one row per token for all heads, and its two formats.
+StepLatents: what a step writes there.
 
 A row is the normed latent, `rank` features, and the rotated key part that all heads share, `rope_dim` features.
 Plain: both in the model's dtype. FP8: e4m3 latents, one fp32 scale per 128 of them (value = stored * scale), then
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream_kernels.kv_cache import FP8_DTYPE
+from slipstream_kernels.rotation import Rope
 
 LATENT_GROUP = 128  # latent features per scale
 SCALE_BYTES = torch.float32.itemsize
@@ -63,6 +65,23 @@ class LatentCache:
     @property
     def _flat(self) -> torch.Tensor:
         return self.rows.view(-1, self.rows.shape[3])
+
+
+@dataclass(frozen=True)
+class StepLatents:
+    """The latents of a step's tokens as projected, and what makes cache rows of them.
+
+    rows: [num_tokens, rank + rope_dim], the last dimension contiguous.  positions: [num_tokens] int64.
+    slot_mapping: [num_tokens] int64; slot = block * block_size + offset, -1 writes nothing, distinct.
+    rope: of all rope_dim features, which keep their order.  norm_weight: [rank], dtype of rows.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    rope: Rope
+    norm_weight: torch.Tensor
+    eps: float
 
 
 def latent_row(rank: int, rope_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:

@@ -52,7 +52,7 @@ from slipstream_kernels.kv.gather_latent import gather_latent
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
 from slipstream_kernels.kv.write_latent import write_latent
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
-from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, empty_latent_cache, latent_row
+from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, StepLatents, empty_latent_cache, latent_row
 from slipstream_kernels.lora.lora_expand import lora_expand
 from slipstream_kernels.lora.lora_shrink import lora_shrink
 from slipstream_kernels.lora.tiles import MAX_FEW_TOKENS, NO_ROW, NO_SLOT, AdapterTiles, count_tiles, tile_rows
@@ -108,6 +108,7 @@ __all__ = [
     "Routing",
     "RoutingRule",
     "SlotTable",
+    "StepLatents",
     "StepRows",
     "TopLogprobs",
     "absorb_latent",

@@ -95,7 +95,8 @@ def test_written_latents_are_normed_rotated_and_gathered(device, backend, is_fp8
     wide = latent[:, :rank].double().cpu()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double().cpu()
     untouched = q[..., :8].clone()
-    ops.write_latent(q[..., 8:], latent, positions, slots, rope, weight, 1e-6, cache, q[..., 8:], backend=backend)
+    latents = ops.StepLatents(latent, positions, slots, rope, weight, 1e-6)
+    ops.write_latent(q[..., 8:], latents, cache, q[..., 8:], backend=backend)
     assert torch.equal(q[..., :8], untouched)
     rtol, atol = ELEMENTWISE[dtype]
     torch.testing.assert_close(q[..., 8:].double().cpu(), queries, rtol=rtol, atol=atol)
@@ -117,11 +118,12 @@ def test_both_versions_write_the_same_fp8_row(device) -> None:
     rope, latent = make_rope(64, device), torch.randn(3, 576).to(device)
     latent[1, :128] = 0
     weight, numbers, caches = torch.ones(512, device=device), torch.arange(3, device=device), []
+    latents = ops.StepLatents(latent, numbers, numbers, rope, weight, 1e-6)
     for backend in BACKENDS:
         cache = ops.empty_latent_cache(1, 64, 512, 64, FP8_DTYPE, device)
         assert cache.rows.shape == (1, 1, 64, 656)
         q = torch.zeros(3, 1, 64, device=device)
-        ops.write_latent(q, latent, numbers, numbers, rope, weight, 1e-6, cache, q, backend=backend)
+        ops.write_latent(q, latents, cache, q, backend=backend)
         caches.append(cache)
     first, second = caches
     num_equal = (first.values.view(torch.uint8) == second.values.view(torch.uint8))[:3].float().mean()

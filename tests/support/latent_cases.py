@@ -86,9 +86,8 @@ def _write(cache: ops.LatentCache, latent: torch.Tensor, slots: torch.Tensor) ->
     rope = ops.Rope(torch.cat([torch.ones(1, cache.rope_dim // 2), torch.zeros(1, cache.rope_dim // 2)], 1).to(device))
     q = torch.zeros(len(latent), 1, cache.rope_dim, device=device, dtype=dtype)
     weight = torch.ones(cache.rank, device=device, dtype=dtype)
-    ops.write_latent(
-        q, latent, torch.zeros_like(slots), slots, rope, weight, 1e-6, cache, q.clone(), backend="reference"
-    )
+    latents = ops.StepLatents(latent, torch.zeros_like(slots), slots, rope, weight, 1e-6)
+    ops.write_latent(q, latents, cache, q.clone(), backend="reference")
 
 
 def dense_latent_attention(case: LatentCase, scale: float) -> torch.Tensor:

@@ -4,63 +4,41 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.latent_cache import LatentCache, check_latent_cache
-from slipstream_kernels.rotation import Rope
+from slipstream_kernels.latent_cache import LatentCache, StepLatents, check_latent_cache
 from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select
 
 
 def write_latent(
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope,
-    norm_weight: torch.Tensor,
-    eps: float,
-    cache: LatentCache,
-    q_out: torch.Tensor,
-    *,
-    backend: str = "auto",
+    q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache, q_out: torch.Tensor, *, backend: str = "auto"
 ) -> None:
     """RMSNorm latents, rotate the keys' shared part, store both at their slots; rotate queries.  One launch.
 
     q_rope: [num_tokens, num_heads, rope_dim], the last features of query heads.  q_out: of that shape, written; may be
-    q_rope itself.  latent: [num_tokens, rank + rope_dim] as projected.  Last dimensions are contiguous, others strided.
-    positions, slot_mapping: [num_tokens] int64; slot = block * block_size + offset, -1 writes nothing, distinct.
-    rope: of all rope_dim features, which keep their order.  norm_weight: [rank].  Computed in fp32 with the rounding of
-    ops.rms_norm; rotated features are rounded to the dtype of q_rope.  FP8 scales are absmax / 448 of 128 features.
+    q_rope itself.  Last dimensions are contiguous, others strided.  Computed in fp32 with the rounding of ops.rms_norm;
+    rotated features are rounded to the dtype of q_rope.  FP8 scales are absmax / 448 of 128 features.
     """
     require_shape("q_out", q_out, tuple(q_rope.shape))
     require_unit_stride("q_out", q_out)
     if q_out.dtype != q_rope.dtype:
         raise ValueError(f"q_out: dtype {q_out.dtype}, expected q_rope's {q_rope.dtype}")
-    check_latents(q_rope, latent, positions, slot_mapping, rope, norm_weight, cache)
-    implementation = select("kv.write_latent", backend, q_rope)
-    implementation.write_latent(q_rope, latent, positions, slot_mapping, rope, norm_weight, eps, cache, q_out)
+    check_latents(q_rope, latents, cache)
+    select("kv.write_latent", backend, q_rope).write_latent(q_rope, latents, cache, q_out)
 
 
-def check_latents(
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope,
-    norm_weight: torch.Tensor,
-    cache: LatentCache,
-) -> None:
+def check_latents(q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache) -> None:
     """Raise ValueError unless write_latent can take these."""
     num_tokens, _, rope_dim = q_rope.shape
     require_float("q_rope", q_rope)
-    require_shape("latent", latent, (num_tokens, cache.rank + cache.rope_dim))
-    require_shape("norm_weight", norm_weight, (cache.rank,))
-    for name, tensor in (("q_rope", q_rope), ("latent", latent), ("norm_weight", norm_weight)):
+    require_shape("latents.rows", latents.rows, (num_tokens, cache.rank + cache.rope_dim))
+    require_shape("norm_weight", latents.norm_weight, (cache.rank,))
+    for name, tensor in (("q_rope", q_rope), ("latents.rows", latents.rows), ("norm_weight", latents.norm_weight)):
         require_unit_stride(name, tensor)
         if tensor.dtype != q_rope.dtype:
             raise ValueError(f"{name}: dtype {tensor.dtype}, expected q_rope's {q_rope.dtype}")
-    for name, numbers in (("positions", positions), ("slot_mapping", slot_mapping)):
+    for name, numbers in (("positions", latents.positions), ("slot_mapping", latents.slot_mapping)):
         require_shape(name, numbers, (num_tokens,))
         if numbers.dtype != torch.int64:
             raise ValueError(f"{name}: dtype {numbers.dtype}, expected int64")
-    if not rope.rotary_dim == rope_dim == cache.rope_dim:
-        raise ValueError(f"rope: {rope.rotary_dim} features, expected {cache.rope_dim}")
+    if not latents.rope.rotary_dim == rope_dim == cache.rope_dim:
+        raise ValueError(f"rope: {latents.rope.rotary_dim} features, expected {cache.rope_dim}")
     check_latent_cache(cache, q_rope.dtype)

@@ -12,13 +12,11 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention.backend import LatentLayer
-from slipstream.nn.attention.latent import LatentBackend, write_latents
+from slipstream.nn.attention.latent import LatentBackend, step_latents
 from slipstream.nn.attention.split_step import Rows, last_rows, trees_and_chains
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
-
-ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class InvariantLatentStep:
 
     def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
         absorbed = _absorbed(q, layer, cache)
-        write_latents(self.batch, ALL, (q, latent), layer, cache, absorbed[..., cache.rank :])
+        q_rope, q_out = q[..., layer.nope_dim :], absorbed[..., cache.rank :]
+        ops.write_latent(q_rope, step_latents(self.batch, latent, layer), cache, q_out)
         latents = absorbed.new_empty(*absorbed.shape[:2], cache.rank)
         for rows in (self.trees, self.chains):
             if rows is not None:
@@ -57,7 +56,7 @@ class InvariantLatentStep:
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
         rotated = q[..., layer.nope_dim :]
-        write_latents(self.batch, ALL, (q, latent), layer, cache, rotated)
+        ops.write_latent(rotated, step_latents(self.batch, latent, layer), cache, rotated)
         wanted = self.batch.logits_indices
         absorbed = _absorbed(q[wanted], layer, cache)
         absorbed[..., cache.rank :] = rotated[wanted]

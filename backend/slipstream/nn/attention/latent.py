@@ -26,6 +26,7 @@ PREFIX_TOKENS = 8192
 # Queries of the longest prompt of a step, below which its prompts with cached tokens before them are absorbed too:
 # 262,144 FLOPs a head make a token's keys and values, which save 1,536 a query (V2 and V3).
 ABSORBED_QUERIES = 170
+ALL = slice(None)  # tokens of a step
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,19 @@ class AbsorbedAndPrompts:
             if rows is None:
                 continue
             tokens = rows.tokens
-            absorbed = self._absorb(q, latent, tokens, layer, cache)
+            latents = step_latents(self.batch, latent, layer, tokens)
+            absorbed = ops.absorb_latent(q[tokens], layer.kv_b[:, : layer.nope_dim], latents, cache)
             self._attend_absorbed(rows, absorbed, layer, cache, out[tokens], rows is self.decodes)
         if self.prompts is not None:
             tokens = self.prompts.rows.tokens
-            write_latents(self.batch, tokens, (q, latent), layer, cache, q[tokens, :, layer.nope_dim :])
+            q_rope = q[tokens, :, layer.nope_dim :]
+            ops.write_latent(q_rope, step_latents(self.batch, latent, layer, tokens), cache, q_rope)
             self._attend_prompts(self.prompts, q[tokens], layer, cache, out[tokens])
         return out
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
-        write_latents(self.batch, slice(None), (q, latent), layer, cache, q[..., layer.nope_dim :])
+        q_rope = q[..., layer.nope_dim :]
+        ops.write_latent(q_rope, step_latents(self.batch, latent, layer), cache, q_rope)
         q = q[self.batch.logits_indices]
         out = q.new_empty(*q.shape[:2], layer.kv_b.shape[1] - layer.nope_dim)
         if q.shape[0]:
@@ -144,20 +148,6 @@ class AbsorbedAndPrompts:
             absorbed[..., cache.rank :] = q[..., layer.nope_dim :]
             self._attend_absorbed(last_rows(self.batch), absorbed, layer, cache, out, is_decode=False)
         return out
-
-    def _absorb(self, q: Tensor, latent: Tensor, tokens: slice, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
-        """Store the latents of these tokens; their queries in the space of cache rows."""
-        return ops.absorb_latent(
-            q[tokens],
-            layer.kv_b[:, : layer.nope_dim],
-            latent[tokens],
-            self.batch.positions[tokens],
-            self.batch.slot_mapping[tokens],
-            layer.rope,
-            layer.norm_weight,
-            layer.norm_eps,
-            cache,
-        )
 
     def _attend_absorbed(
         self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor, is_decode: bool
@@ -219,24 +209,7 @@ class AbsorbedAndPrompts:
         return lse
 
 
-def write_latents(
-    batch: ForwardBatch,
-    tokens: slice,
-    projected: tuple[Tensor, Tensor],
-    layer: LatentLayer,
-    cache: ops.LatentCache,
-    q_out: Tensor,
-) -> None:
-    """Store the latents of these tokens, and rotate their queries into q_out. projected: q and latents of the step."""
-    q, latent = projected
-    ops.write_latent(
-        q[tokens, :, layer.nope_dim :],
-        latent[tokens],
-        batch.positions[tokens],
-        batch.slot_mapping[tokens],
-        layer.rope,
-        layer.norm_weight,
-        layer.norm_eps,
-        cache,
-        q_out,
-    )
+def step_latents(batch: ForwardBatch, latent: Tensor, layer: LatentLayer, tokens: slice = ALL) -> ops.StepLatents:
+    """What these tokens of a step store. latent: of all tokens, as projected."""
+    positions, slots = batch.positions[tokens], batch.slot_mapping[tokens]
+    return ops.StepLatents(latent[tokens], positions, slots, layer.rope, layer.norm_weight, layer.norm_eps)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from slipstream_kernels.gemm.head_mm import head_mm
 from slipstream_kernels.kv.write_latent import write_latent
+from slipstream_kernels.latent_cache import LatentCache, StepLatents
 
 
-def absorb_latent(product: tuple[torch.Tensor, ...], written: tuple[Any, ...]) -> None:
-    """See ops.absorb_latent.  Arguments of the two, as of both implementations."""
-    head_mm(*product)
-    write_latent(*written)
+def absorb_latent(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    weight: torch.Tensor,
+    latents: StepLatents,
+    cache: LatentCache,
+    absorbed: torch.Tensor,
+) -> None:
+    """See ops.absorb_latent.  weight: as ops.head_mm takes it.  absorbed: written."""
+    head_mm(q_nope, weight, absorbed[..., : cache.rank])
+    write_latent(q_rope, latents, cache, absorbed[..., cache.rank :])

@@ -7,32 +7,22 @@ import torch
 from slipstream_kernels.kv.reference.quantized_kv import LARGEST
 from slipstream_kernels.kv.reference.rope_write_kv import rotate
 from slipstream_kernels.kv_cache import FP8_DTYPE
-from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache
+from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, StepLatents
 from slipstream_kernels.norm.reference.rms_norm import rms_norm
-from slipstream_kernels.rotation import Rope
 
 SMALLEST_ABSMAX = 1e-12  # of a group of zeros, whose scale must not be zero
 
 
-def write_latent(
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope,
-    norm_weight: torch.Tensor,
-    eps: float,
-    cache: LatentCache,
-    q_out: torch.Tensor,
-) -> None:
+def write_latent(q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache, q_out: torch.Tensor) -> None:
     """See ops.write_latent."""
-    cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    rows, rope, slots = latents.rows, latents.rope, latents.slot_mapping
+    cos, sin = rope.cos_sin.index_select(0, latents.positions).unsqueeze(1).chunk(2, dim=-1)
     q_out.copy_(rotate(q_rope, cos, sin, rope))
-    values = rms_norm(latent[:, : cache.rank], norm_weight, eps, None, None)
+    values = rms_norm(rows[:, : cache.rank], latents.norm_weight, latents.eps, None, None)
     assert isinstance(values, torch.Tensor)  # without a residual there is one result
-    keys = rotate(latent[:, None, cache.rank :], cos, sin, rope)[:, 0]
-    is_written = slot_mapping >= 0
-    _store(values[is_written], keys[is_written], slot_mapping[is_written], cache)
+    keys = rotate(rows[:, None, cache.rank :], cos, sin, rope)[:, 0]
+    is_written = slots >= 0
+    _store(values[is_written], keys[is_written], slots[is_written], cache)
 
 
 def _store(values: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, cache: LatentCache) -> None:

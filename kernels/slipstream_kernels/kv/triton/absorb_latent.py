@@ -8,15 +8,9 @@ import triton.language as tl
 
 from slipstream_kernels.gemm.triton.head_mm import load_tile, multiply_tile, tiles_of
 from slipstream_kernels.kv.triton.write_latent import load_norm, write_tile, written_shape
-from slipstream_kernels.latent_cache import LatentCache
-from slipstream_kernels.rotation import Rope
+from slipstream_kernels.latent_cache import LatentCache, StepLatents
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.step_kernel import step_kernel
-
-Product = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Written = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rope, torch.Tensor, float, LatentCache, torch.Tensor
-]
 
 
 @step_kernel
@@ -56,21 +50,27 @@ def _absorb_latent_kernel(
         )  # fmt: skip
 
 
-def absorb_latent(product: Product, written: Written) -> None:
-    """See ops.absorb_latent.  Arguments of head_mm, and of write_latent."""
-    x, keys, out = product
-    q_rope, latent, positions, slot_mapping, rope, norm_weight, eps, cache, q_out = written
-    num_tokens, num_heads, in_features = x.shape
+def absorb_latent(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    weight: torch.Tensor,
+    latents: StepLatents,
+    cache: LatentCache,
+    absorbed: torch.Tensor,
+) -> None:
+    """See ops.absorb_latent.  weight: as ops.head_mm takes it.  absorbed: written."""
+    num_tokens, num_heads, in_features = q_nope.shape
     if not num_tokens:
         return
-    tiles, shape = tiles_of(num_tokens, keys), written_shape(num_heads, rope, cache)
+    tiles, shape = tiles_of(num_tokens, weight), written_shape(num_heads, latents.rope, cache)
     num_parts = 1 + triton.cdiv(num_heads, shape["HEADS"])
-    values = cache.values
+    rows, values = latents.rows, cache.values
     scales = cache.scales if cache.is_fp8 else values
     _absorb_latent_kernel[(tiles.num_programs + num_tokens * num_parts,)](
-        x, keys, out, x.stride(0), x.stride(1), *keys.stride(), out.stride(0), out.stride(1), num_tokens, in_features,
-        tiles.num_programs, q_rope, q_out, latent, norm_weight, positions, slot_mapping, rope.cos_sin, values, scales,
-        cache.rope, latent.stride(0), values.stride(0), scales.stride(0), cache.rope.stride(0), eps,
+        q_nope, weight, absorbed, q_nope.stride(0), q_nope.stride(1), *weight.stride(), absorbed.stride(0),
+        absorbed.stride(1), num_tokens, in_features, tiles.num_programs, q_rope, absorbed[..., cache.rank :], rows,
+        latents.norm_weight, latents.positions, latents.slot_mapping, latents.rope.cos_sin, values, scales, cache.rope,
+        rows.stride(0), values.stride(0), scales.stride(0), cache.rope.stride(0), latents.eps,
         PADDED=tiles.padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, num_warps=4, **shape,
-        **dependent_launch(x.device),
+        **dependent_launch(q_nope.device),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.kv.reference.write_latent import SMALLEST_ABSMAX
-from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache
+from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, StepLatents
 from slipstream_kernels.rotation import Rope
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
@@ -112,28 +112,19 @@ def _write_latent_kernel(
     )  # fmt: skip
 
 
-def write_latent(
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope,
-    norm_weight: torch.Tensor,
-    eps: float,
-    cache: LatentCache,
-    q_out: torch.Tensor,
-) -> None:
+def write_latent(q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache, q_out: torch.Tensor) -> None:
     """See ops.write_latent."""
     num_tokens, num_heads, _ = q_rope.shape
     if num_tokens == 0:
         return
-    values = cache.values
+    rows, values = latents.rows, cache.values
     scales = cache.scales if cache.is_fp8 else values
-    shape = written_shape(num_heads, rope, cache)
+    shape = written_shape(num_heads, latents.rope, cache)
     _write_latent_kernel[(num_tokens, 1 + triton.cdiv(num_heads, shape["HEADS"]))](
-        q_rope, q_out, latent, norm_weight, positions, slot_mapping, rope.cos_sin, values, scales, cache.rope,
-        q_rope.stride(0), q_rope.stride(1), q_out.stride(0), q_out.stride(1), latent.stride(0), values.stride(0),
-        scales.stride(0), cache.rope.stride(0), eps, num_warps=2, **shape, **dependent_launch(q_rope.device),
+        q_rope, q_out, rows, latents.norm_weight, latents.positions, latents.slot_mapping, latents.rope.cos_sin, values,
+        scales, cache.rope, q_rope.stride(0), q_rope.stride(1), q_out.stride(0), q_out.stride(1), rows.stride(0),
+        values.stride(0), scales.stride(0), cache.rope.stride(0), latents.eps, num_warps=2, **shape,
+        **dependent_launch(q_rope.device),
     )  # fmt: skip
 
 
