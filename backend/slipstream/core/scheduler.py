@@ -18,10 +18,9 @@ from itertools import chain
 from operator import attrgetter
 
 from slipstream.core.adapters import AdapterSlots
-from slipstream.core.admission import check_capacity, check_fits, most_decodes, num_owed_blocks
-from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
+from slipstream.core.admission import Admission
+from slipstream.core.config import SchedulerConfig
 from slipstream.core.decode_run import DecodeRuns
-from slipstream.core.errors import ConfigError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
@@ -58,20 +57,16 @@ class Scheduler:
         prefill_budget: PrefillBudget | None = None,
         num_adapter_slots: int = 0,
     ) -> None:
-        if config.policy not in SCHEDULER_POLICIES:
-            raise ConfigError("policy", config.policy, f"accepted: {', '.join(SCHEDULER_POLICIES)}")
         self.config = config
         self.cache = cache
         self.max_model_len = max_model_len
         self.stats = Stats() if stats is None else stats
         self.planner = DraftPlanner() if planner is None else planner
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)  # a request is a token or more
-        self._never_evicts = config.policy == "guaranteed_no_evict"
+        self.admission = Admission(config, cache, max_model_len)
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
         self._runs = DecodeRuns(cache)
         self._num_added = 0
-        self._num_promised_blocks = 0  # worst-case blocks of all running requests
         self.prefill_budget = prefill_budget or PrefillBudget.of(config)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
         self.expiries, self.adapters = ExpiryQueue(), AdapterSlots(num_adapter_slots)
@@ -87,7 +82,7 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        return len(self._running) < self._max_running and any(not request.is_held for request in self._waiting)
+        return len(self._running) < self.admission.max_running and any(not request.is_held for request in self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -108,8 +103,8 @@ class Scheduler:
         Those with stop conditions have been found to fit, by the thread that brought them."""
         for request in requests:
             if request.stop_conditions is None:
-                request.stop_conditions = check_fits(request, self.config, self.cache, self.max_model_len)
-        check_capacity(self, 0, len(requests))
+                request.stop_conditions = self.admission.check_fits(request)
+        self.check_capacity(len(requests))
         now = time.monotonic() if now is None else now
         for request in requests:
             self._num_added += 1
@@ -121,6 +116,10 @@ class Scheduler:
                 request.queue_deadline = now + self.config.default_max_queue_ms / 1e3
             self.expiries.add(request)
             insort(self._waiting, request, key=_sort_key)
+
+    def check_capacity(self, num_sequences: int, num_arriving: int = 0) -> None:
+        """Any thread. Raises as Admission.check_capacity. num_arriving: sequences that will be added before these."""
+        self.admission.check_capacity(num_sequences, self.num_running, self.num_waiting + num_arriving)
 
     def add_next(self, request: Request, last: Request) -> None:
         """Queue what goes on where `last` has ended, in its place, however many wait."""
@@ -186,7 +185,7 @@ class Scheduler:
         num_drafts_of = self.planner.num_drafts
         with_drafts: list[tuple[int, int]] = []  # (place in the step, number of drafts)
         draft_budget = (budget - len(self._running)) // 2
-        num_most = most_decodes(len(self._running), self.num_microbatches)
+        num_most = -(-len(self._running) // self.num_microbatches)  # so that each step in flight gets some of them
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
             num_computed, num_pending = request.num_computed_tokens, request.num_output_placeholders
             num_tokens = len(request.token_ids) + num_pending
@@ -242,7 +241,7 @@ class Scheduler:
         index = num_skipped = num_found = 0
         while budget > 0 and index < len(self._waiting) and num_skipped < _MAX_SKIPPED and num_found < _MAX_FOUND:
             request = self._waiting[index]
-            if request.sort_key >= before or len(self._running) >= self._max_running:
+            if request.sort_key >= before or len(self._running) >= self.admission.max_running:
                 break
             waits = request.is_blocked or (request.adapter is not None and self.adapters.must_wait(request.adapter))
             prefix = None if waits or self.cache.awaits_prefix(request) else self.cache.find_prefix(request)
@@ -250,7 +249,8 @@ class Scheduler:
             if prefix is None or self.cache.is_prefix_underway(request, len(prefix)):
                 index, num_skipped = index + 1, num_skipped + (not waits)
                 continue
-            if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
+            num_spare = self.admission.num_spare_blocks(request, len(self._running))
+            if not self.cache.can_admit(request, prefix, num_spare):
                 break
             if self.cache.must_wait(prefix):
                 self._start(self._waiting.pop(index), prefix)
@@ -327,25 +327,13 @@ class Scheduler:
         outputs += of_others
         return outputs
 
-    def most_slots(self, request: Request) -> int:
-        return request.stop_conditions.max_len if self._never_evicts else self.max_model_len  # of one that drafts
-
     # ---- parts
-
-    def _worst_blocks(self, request: Request) -> int:
-        return self.cache.num_blocks_for(request.stop_conditions.max_len)
-
-    def _num_spare_blocks(self, request: Request) -> int:
-        """To keep free. Before a preempted request resumes, one per running one, or it is preempted again at once."""
-        if self._never_evicts:
-            return num_owed_blocks(request, self.cache, self._num_promised_blocks, self._worst_blocks(request))
-        return len(self._running) * self.cache.groups.num_groups if request.num_preemptions else 0
 
     def _start(self, request: Request, prefix: Prefix) -> None:
         num_cached = self.cache.admit(request, prefix)
         note_start(self.stats, request, request.num_tokens if self.cache.enable_prefix_caching else 0, num_cached)
         request.status, request.queue_deadline = RequestStatus.RUNNING, None
-        self._num_promised_blocks += self._worst_blocks(request)
+        self.admission.promise(request)
         if request.adapter is not None:
             request.adapter_slot = self.adapters.hold(request.adapter)
         insort(self._running, request, key=_sort_key)
@@ -362,7 +350,7 @@ class Scheduler:
                 request.drop_drafts()
                 num_new = 1
                 continue
-            assert not self._never_evicts, "guaranteed_no_evict has promised more blocks than there are"
+            assert not self.admission.never_evicts, "guaranteed_no_evict has promised more blocks than there are"
             victim = self._running[-1]
             self._preempt(victim)
             step.preempted.append(victim)
@@ -381,7 +369,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         """What it holds as one of the running requests, which change by that, as in `_start`."""
         self._runs.leave(request)
-        self._num_promised_blocks -= self._worst_blocks(request)
+        self.admission.release(request)
         self.cache.free(request)
         if request.adapter is not None:
             self.adapters.release(request.adapter)

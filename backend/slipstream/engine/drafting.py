@@ -82,7 +82,7 @@ class Drafting:
             drafter = self._drafter_after(row)
             if drafter is not None:
                 num_slots = _most_slots_after(row, drafter, 1 + row.num_drafts if is_ahead else 0)
-                most = scheduler.most_slots(row.request)
+                most = scheduler.admission.most_slots(row.request)
                 if not (num_spare and cache.allocate(row.request, min(num_slots + num_spare, most))):
                     cache.allocate(row.request, min(num_slots, most))
 
@@ -214,7 +214,7 @@ class Drafting:
         scheduler = self._scheduler
         num_left = request.stop_conditions.max_len - request.num_tokens - 1
         num_drafts = min(scheduler.planner.num_drafts(request), num_left)
-        num_slots, num_most = request.num_tokens + drafter.num_scratch_slots, scheduler.most_slots(request)
+        num_slots, num_most = request.num_tokens + drafter.num_scratch_slots, scheduler.admission.most_slots(request)
         if num_drafts <= 0 or request.num_slots < min(num_slots, num_most):
             return None
         has_scratch = num_slots <= num_most

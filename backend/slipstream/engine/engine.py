@@ -14,7 +14,6 @@ import time
 from collections import deque
 from pathlib import Path
 
-from slipstream.core.admission import check_capacity, check_fits
 from slipstream.core.config import EngineConfig
 from slipstream.core.control import RELOAD, Control
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
@@ -134,8 +133,7 @@ class Engine:
         self.adapters.resolve(request)
         sequences = self._input_processor.prepare(request)
         for sequence in sequences:
-            stop = check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
-            sequence.stop_conditions = stop
+            sequence.stop_conditions = stop = self.scheduler.admission.check_fits(sequence)
         if request.params.beam_width > 1:
             sequences = [first_step(request, stop, self.spec.vocab_size)]
         self.scheduler.cache.hash_prompt(sequences)
@@ -143,7 +141,7 @@ class Engine:
             if self.error is not None:
                 raise self.error
             self.residency.check_awake()
-            check_capacity(self.scheduler, self._num_arriving, max(len(sequences), request.params.beam_width))
+            self.scheduler.check_capacity(max(len(sequences), request.params.beam_width), self._num_arriving)
             self._num_arriving += len(sequences)
             self._inbox.append(Add(sequences))
             self._wake.notify()
