@@ -27,7 +27,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, weight_bytes
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from torch import Tensor
 from tqdm import tqdm
 

@@ -22,7 +22,7 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.key_means import FILE, FP8, check_fp8_prefill, write_key_means
 from slipstream.nn.load import load_model, resolve_device
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from torch import Tensor
 from tqdm import tqdm
 

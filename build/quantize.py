@@ -31,7 +31,7 @@ from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.quant import choose_methods, linear_bytes
 from slipstream.nn.quant.choose import MIXED
 from slipstream.nn.quant.int4 import DEFAULT_GROUP_SIZE
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 
 
 def make_plan(args: argparse.Namespace) -> Plan:

@@ -20,7 +20,7 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.quant.unquantized import Unquantized
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.nn.weights import load_checkpoint
 from slipstream_kernels import ops
 from torch import Tensor

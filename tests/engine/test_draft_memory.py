@@ -14,7 +14,7 @@ from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads import draft_vocabulary
 from slipstream.nn.parallel import SINGLE
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.worker.draft_memory import DraftMemory, draft_memory
 from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp

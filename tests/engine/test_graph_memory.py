@@ -13,7 +13,8 @@ from engine_driver import make_engine, model_worker
 from rehearsed_graphs import rehearse_graphs, rehearse_graphs_of_ranks
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from slipstream.nn.parallel import Parallel
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_memory import GraphMemory, graph_memory
 from slipstream.worker.memory_plan import Hardware, plan_memory

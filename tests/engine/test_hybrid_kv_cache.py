@@ -15,7 +15,7 @@ from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.worker.memory_plan import Hardware, plan_memory
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import speculation

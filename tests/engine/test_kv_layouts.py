@@ -11,7 +11,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.host_cache import BlockCopies
 from slipstream.nn.kv_layout import KVLayout, KVPlane, key_value_layout
 from slipstream.nn.layer_spec import AttentionSpec
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.worker.kv_cache import Compaction, PlanePool, allocate_planes
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.memory_plan import Hardware, plan_memory

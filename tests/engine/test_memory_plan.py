@@ -12,7 +12,8 @@ from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec
 from slipstream.nn.parallel import Parallel
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
 from slipstream.worker.workspace import workspace_bytes
 from slipstream_kernels import ops

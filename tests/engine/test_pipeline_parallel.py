@@ -26,7 +26,7 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.ranks import LeadingWorker
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.stages import balanced
 from speculation_config import speculation_config

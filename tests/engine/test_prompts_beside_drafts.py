@@ -17,7 +17,7 @@ from slipstream.core.request import Request
 from slipstream.core.speculation import DraftPlanner
 from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.worker.graph_shapes import PromptShape
 from slipstream.worker.spec_decode.draft_model import NUM_DRAFTS, DraftModelProposer
 from speculation_config import speculation_config

@@ -30,7 +30,7 @@ from slipstream.engine.executor import local_worker
 from slipstream.engine.ranks import LeadingWorker
 from slipstream.nn.load import check_model
 from slipstream.nn.parallel import Parallel
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.worker import process_group, symmetric_memory
 from slipstream.worker.interface import Worker
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware

@@ -20,7 +20,7 @@ from slipstream.engine.drafting import make_planner
 from slipstream.engine.step_inputs import new_request
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.quant import FREE_TOKENS, NAMES
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.memory_plan import Hardware

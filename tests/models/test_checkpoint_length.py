@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from published_configs import PUBLISHED
 from slipstream.core.checkpoint_length import checkpoint_length
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from tiny_checkpoints import make_checkpoint
 
 VARIANTS = ["gemma3", "gemma3-seeing", "olmo3", "mistral-seeing", "phi3-longrope", "chatglm", "deepseek-v3", "cwm"]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.experts import Experts
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream_kernels import ops
 from stored_experts import E4M3, ROUTERS, Writer, awq, fp8, gptq, int8, linears, make_mixtral, write_modelopt_config
 

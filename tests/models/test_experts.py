@@ -14,7 +14,7 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.experts import Experts
 from slipstream.nn.load import weight_bytes
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream_kernels import ops
 from stored_experts import gptq, make_mixtral
 from tiny_model import make_tiny_llama

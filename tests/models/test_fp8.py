@@ -22,7 +22,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec
 from slipstream.nn.load import load_model, weight_bytes
 from slipstream.nn.parallel import SINGLE
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream_kernels import ops
 from tiny_checkpoints import relative_error

@@ -17,7 +17,7 @@ from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.key_means import FILE, read_key_means, rounding_refusal, write_key_means
 from slipstream.nn.load import check_model, load_model
 from slipstream.nn.parallel import SINGLE, Parallel
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream_kernels import ops
 from tiny_checkpoints import make_checkpoint, relative_error
 

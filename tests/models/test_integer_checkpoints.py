@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.int4 import Int4
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream_kernels import ops
 

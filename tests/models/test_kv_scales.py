@@ -13,7 +13,7 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import check_model, load_model
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from tiny_model import make_tiny_llama
 
 LAYER = "model.layers.1.self_attn"

@@ -13,7 +13,7 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import load_model
 from slipstream.nn.quant.mxfp4 import RoundedToMXFP4
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream_kernels.gemm.quantize_int4 import dequantize_int4
 from tiny_checkpoints import TinyCheckpoint, draw, relative_error
 from tiny_variants import SIZES, VARIANTS

@@ -20,7 +20,7 @@ from slipstream.nn.heads.mtp import MTPModule
 from slipstream.nn.latent_attention import UpProjection
 from slipstream.nn.linear import Linear
 from slipstream.nn.load import load_model, weight_bytes
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from stored_experts import Writer, awq, fp8, gptq
 from tiny_checkpoints import make_checkpoint
 from tiny_latent_mtp import SIZES, add_mtp

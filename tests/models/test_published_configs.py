@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from published_configs import LLAMA3, PUBLISHED, YARN, config
 from slipstream.core.errors import ConfigError
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

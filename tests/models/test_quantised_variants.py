@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from published_configs import PUBLISHED
 from slipstream.core.errors import ConfigError
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 
 
 def compressed(

@@ -16,8 +16,9 @@ from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import load_model
 from slipstream.nn.models.rope_scaling import MAX_POSITIONS
+from slipstream.nn.read_spec import read_spec
 from slipstream.nn.rotary import RopeTables, cos_sin_cache
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.spec import DecoderSpec
 from tiny_checkpoints import make_checkpoint, relative_error
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 

@@ -27,7 +27,7 @@ from slipstream.nn.norm import SharedRMSNorm
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.quant.int4 import Int4
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 from slipstream.nn.weights import load_checkpoint
 from slipstream_kernels import ops
 from stored_formats import STORED, drawn, method_of

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.core.errors import ConfigError
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from tiny_checkpoints import make_checkpoint, selection_biases
 from tiny_variants import VARIANTS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from slipstream.nn.key_means import FILE, write_key_means
-from slipstream.nn.spec import read_spec
+from slipstream.nn.read_spec import read_spec
 
 
 def draw_key_means(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Sampling defaults in a checkpoint's generation_config.json, for requests that give no value of their own.
 
 Standard library only. Applied as vLLM does: request > config.pbtxt > generation_config.json > the setting's default.
-As in vLLM, `do_sample` and `max_length` are not read. `eos_token_id` belongs to the model (nn/spec.py) and is always.
+As in vLLM, `do_sample` and `max_length` are not read. `eos_token_id` is: by the model's spec (nn/spec.py), always.
 """
 
 from __future__ import annotations

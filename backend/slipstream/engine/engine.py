@@ -41,7 +41,8 @@ from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.worker.first_launch import begin_first_launch
 from slipstream.worker.interface import AheadInput, Worker

@@ -27,7 +27,8 @@ from slipstream.core.request import Request
 from slipstream.core.setting_values import shown
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import check_model
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import Worker
 from slipstream.worker.memory_plan import Hardware
 

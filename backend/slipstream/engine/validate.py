@@ -140,7 +140,7 @@ def _plan(config: EngineConfig, others: list[EngineConfig]) -> str:
     from slipstream.engine.placement import placed
     from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
     from slipstream.nn.load import check_model
-    from slipstream.nn.spec import read_spec
+    from slipstream.nn.read_spec import read_spec
     from slipstream.tokenizer.tokenizer import TextTokenizer
     from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
     from slipstream.worker.spec_decode.draft_model import check_draft_model

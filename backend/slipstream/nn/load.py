@@ -29,7 +29,8 @@ from slipstream.nn.lora import LoraRows, LoraTargets
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.quant import Methods, choose_methods
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.weights import (
     check_checkpoint,
     check_same_on_nodes,

@@ -1,7 +1,7 @@
-"""DecoderSpec: the frozen description of a model, read from config.json, with its memory arithmetic.
+"""DecoderSpec: the frozen description of a model, with its memory arithmetic.
 
-No weights here. A family (nn/models/) turns a checkpoint's config into a spec; the decoder, the loader and the memory
-plan take all shapes from it.
+No weights here, and no files. nn/read_spec.py reads a checkpoint's; the decoder, the loader and the memory plan take
+all shapes from it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -118,30 +117,3 @@ class DecoderSpec:
 
     def map_attention(self, change: Callable[[AttentionSpec], AttentionSpec]) -> DecoderSpec:
         return self.map_layers(lambda _, layer: replace(layer, attention=change(layer.attention)))
-
-
-def read_spec(checkpoint_dir: str | Path, rope_scaling: str = "") -> DecoderSpec:
-    """The spec of a checkpoint folder in Hugging Face layout. Reads config.json and generation_config.json, and the
-    header of one weight file if config.json states no dtype.
-
-    rope_scaling: JSON, instead of the checkpoint's; "" = the checkpoint's.
-    Raises ConfigError for a folder without a readable config.json, an unsupported architecture (listing the supported
-    ones) and every field that this decoder does not implement.
-    """
-    from slipstream.nn.hf_config import HFConfig
-    from slipstream.nn.models import family_of
-    from slipstream.nn.models.plain_parts import with_plain_parts
-    from slipstream.nn.models.rope_scaling import read_scaled_spec
-    from slipstream.nn.spec_refusals import check_served
-    from slipstream.nn.stored_dtype import states_dtype, stored_dtype
-
-    folder = Path(checkpoint_dir)
-    config = HFConfig.read(folder)
-    family = family_of(config)
-    read = family.read_spec
-    spec = read_scaled_spec(read, config, rope_scaling) if rope_scaling else read(config)
-    check_served(spec)
-    spec = with_plain_parts(config, family.names_of(spec), spec)
-    if states_dtype(config):
-        return spec
-    return replace(spec, dtype=stored_dtype(folder, family, spec) or spec.dtype)

@@ -21,7 +21,8 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import check_model, load_model, planned_model, resolve_dtype
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.read_spec import read_spec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import StepArrays, padding_batch
