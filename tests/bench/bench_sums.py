@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests/bench"))
 
 from measures import emit, numbers  # noqa: E402
 from slipstream.nn.parallel import Parallel  # noqa: E402
-from slipstream.worker.memory_plan import Hardware  # noqa: E402
+from slipstream.worker.hardware import Hardware  # noqa: E402
 from slipstream.worker.process_group import file_store, join, leave  # noqa: E402
 
 SUMS = 64  # that follow each other

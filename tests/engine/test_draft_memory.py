@@ -15,7 +15,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.heads import draft_vocabulary
 from slipstream.nn.parallel import SINGLE
 from slipstream.nn.read_spec import read_spec
-from slipstream.worker.draft_memory import DraftMemory, draft_memory
+from slipstream.worker.draft_memory import draft_memory
+from slipstream.worker.hardware import Hardware
+from slipstream.worker.spec_decode.planning import DraftMemory
 from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
@@ -99,11 +101,11 @@ def check(engine: object, method: str) -> None:
     drafter = model_worker(engine).speculator._drafters[method]  # type: ignore[arg-type]
     target = model_worker(engine).runner.model  # type: ignore[arg-type]
     spec, config, plan = engine.spec, engine.config, engine.memory_plan  # type: ignore[attr-defined]
-    dtype = target.context.dtype
-    planned = draft_memory(config, spec, CPU, dtype, dtype)
+    hardware = Hardware(CPU, target.context.dtype, target.context.dtype)
+    planned = draft_memory(config, spec, hardware)
     assert planned == held_by(drafter, target)
     alone = replace(config, speculation=speculation_config())
-    assert draft_memory(alone, spec, CPU, dtype, dtype) == DraftMemory()
+    assert draft_memory(alone, spec, hardware) == DraftMemory()
     assert plan.draft_block_bytes == planned.kv_bytes_per_token * 8
 
 
@@ -121,7 +123,7 @@ def test_vocabularies_of_drafting_are_planned_in_fp8_on_a_gpu(
         model_config = ModelConfig(str(model), quantization="fp8" if quantized else "none", quantize_lm_head=quantized)
         config = EngineConfig(model=model_config, speculation=speculation)
         own = replace(spec, tie_word_embeddings=tied)
-        found = [draft_memory(config, own, device, bf16, bf16).weight_bytes for device in (gpu, CPU)]
+        found = [draft_memory(config, own, Hardware(device, bf16, bf16)).weight_bytes for device in (gpu, CPU)]
         return found[0] - found[1]
 
     medusa = speculation_config("medusa", medusa_heads=str(make_medusa(model, tmp_path / "m")))
@@ -140,7 +142,7 @@ def test_a_draft_model_is_planned_in_its_own_type(model: Path, tmp_path: Path) -
         model=ModelConfig(str(model)), speculation=speculation_config("draft_model", draft_model=str(draft))
     )
     spec = read_spec(model)
-    found = draft_memory(config, spec, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+    found = draft_memory(config, spec, Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16))
     own = read_spec(draft)
     own = replace(own, vocab_size=SINGLE.vocabulary_width(own.vocab_size))
     assert own.dtype == torch.float32, "as it is stored"

@@ -17,7 +17,8 @@ from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_memory import GraphMemory, graph_memory
-from slipstream.worker.memory_plan import Hardware, plan_memory
+from slipstream.worker.hardware import Hardware
+from slipstream.worker.plan_memory import plan_memory
 from slipstream.worker.workspace import workspace_bytes
 from speculation_config import speculation_config
 from tiny_checkpoints import make_checkpoint

@@ -16,7 +16,8 @@ from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, Specu
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
 from slipstream.nn.read_spec import read_spec
-from slipstream.worker.memory_plan import Hardware, plan_memory
+from slipstream.worker.hardware import Hardware
+from slipstream.worker.plan_memory import plan_memory
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import speculation
 from tiny_model import make_tiny_windowed, save_tokenizer

@@ -12,9 +12,10 @@ from slipstream.core.host_cache import BlockCopies
 from slipstream.nn.kv_layout import KVLayout, KVPlane, key_value_layout
 from slipstream.nn.layer_spec import AttentionSpec
 from slipstream.nn.read_spec import read_spec
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.kv_cache import Compaction, PlanePool, allocate_planes
 from slipstream.worker.kv_offload import HostBlocks
-from slipstream.worker.memory_plan import Hardware, plan_memory
+from slipstream.worker.plan_memory import plan_memory
 from slipstream_kernels import ops
 
 CPU = torch.device("cpu")

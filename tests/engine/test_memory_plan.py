@@ -14,7 +14,8 @@ from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, Late
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
+from slipstream.worker.hardware import Hardware, free_device_memory
+from slipstream.worker.plan_memory import plan_memory
 from slipstream.worker.workspace import workspace_bytes
 from slipstream_kernels import ops
 from speculation_config import speculation_config

@@ -27,7 +27,9 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.ranks import LeadingWorker
 from slipstream.nn.read_spec import read_spec
-from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.memory_plan import MemoryPlan
+from slipstream.worker.plan_memory import plan_memory
+from slipstream.worker.resolve_hardware import resolve_hardware
 from slipstream.worker.stages import balanced
 from speculation_config import speculation_config
 from stage_recorder import KINDS, LOGPROBS, NARROW, record, same

@@ -32,9 +32,12 @@ from slipstream.nn.load import check_model
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.read_spec import read_spec
 from slipstream.worker import process_group, symmetric_memory
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import Worker
-from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.memory_plan import MemoryPlan
+from slipstream.worker.plan_memory import plan_memory
 from slipstream.worker.process_group import GroupCollectives, join
+from slipstream.worker.resolve_hardware import resolve_hardware
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 from slipstream.worker.workspace import INTERMEDIATE_COPIES
 from speculation_config import speculation_config

@@ -23,7 +23,7 @@ from slipstream.nn.quant import FREE_TOKENS, NAMES
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.worker.graph_shapes import GraphShape
-from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.sampler import Draws
 from slipstream.worker.spec_decode.speculator import measured_costs

@@ -20,7 +20,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, resolve_device, resolve_dtype
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.read_spec import read_spec
-from slipstream.worker.memory_plan import resolve_hardware
+from slipstream.worker.resolve_hardware import resolve_hardware
 from tiny_checkpoints import TinyCheckpoint, make_checkpoint, make_model, relative_error
 from tiny_variants import MAX_POSITIONS
 from transformers import LlamaForCausalLM

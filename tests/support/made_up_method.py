@@ -36,7 +36,6 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.request import Request
 from slipstream.core.stats import METRICS, Stats, accepted_metric, drafted_metric
 from slipstream.nn.heads.tensors import copy_slot, fill, read_tensors
-from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
@@ -46,6 +45,7 @@ from slipstream.worker.spec_decode.interface import (
     SpeculatorContext,
     read_head,
 )
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 from slipstream_kernels import ops
 
 

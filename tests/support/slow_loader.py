@@ -14,7 +14,7 @@ from slipstream.engine import rank_main, rank_process
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker import worker
-from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.hardware import Hardware
 
 PERIOD_S = 0.3
 

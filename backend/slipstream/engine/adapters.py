@@ -26,7 +26,7 @@ from slipstream.nn.load import lora_targets, planned_model
 from slipstream.nn.lora import LoraPair, PackedPairs
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.hardware import Hardware
 
 logger = logging.getLogger(__name__)
 _NUM_SHOWN = 20

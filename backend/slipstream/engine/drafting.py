@@ -20,8 +20,8 @@ from slipstream.engine.in_flight import InFlightStep, SampledStep
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.quant import FREE_TOKENS, choose_methods
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import DraftBudget, DrafterInfo, DraftInput, DraftResult
-from slipstream.worker.memory_plan import Hardware
 from slipstream.worker.request_state import draws_by_itself
 from slipstream.worker.spec_decode import PROPOSERS
 

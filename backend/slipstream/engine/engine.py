@@ -45,9 +45,12 @@ from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.worker.first_launch import begin_first_launch
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import AheadInput, Worker
-from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.null_worker import NullWorker
+from slipstream.worker.plan_memory import plan_memory
+from slipstream.worker.resolve_hardware import resolve_hardware
 
 logger = logging.getLogger(__name__)
 

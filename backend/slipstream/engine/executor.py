@@ -19,6 +19,7 @@ from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.start_up import StartUp
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import (
     AheadInput,
     DrafterInfo,
@@ -29,7 +30,7 @@ from slipstream.worker.interface import (
     Worker,
     WorkerInfo,
 )
-from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.null_worker import NullWorker
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.worker import ModelWorker

@@ -24,8 +24,9 @@ from slipstream.engine.main import configure_logging
 from slipstream.engine.rank_processes import ANSWERED_CALLS, BROKEN, DONE, FAILED, LOADING_CALLS
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.first_launch import begin_first_launch
+from slipstream.worker.hardware import Hardware, free_device_memory
 from slipstream.worker.interface import Worker
-from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.process_group import LOOPBACK, file_store, join
 from slipstream.worker.worker import ModelWorker
 

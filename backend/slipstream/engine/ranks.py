@@ -35,6 +35,7 @@ from slipstream.engine.rank_processes import (
 )
 from slipstream.engine.remote_ranks import Joined, Listener, RemoteRank
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.hardware import Hardware, free_device_memory
 from slipstream.worker.interface import (
     AheadInput,
     DraftInput,
@@ -44,7 +45,7 @@ from slipstream.worker.interface import (
     Worker,
     WorkerInfo,
 )
-from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.process_group import file_store, interface_of, join, leave, limit_calls
 from slipstream.worker.residency import drop_locals
 from slipstream.worker.sample.structured_output import GrammarMasks

@@ -29,8 +29,8 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import check_model
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import Worker
-from slipstream.worker.memory_plan import Hardware
 
 logger = logging.getLogger(__name__)
 _OWN = "the model's own, or one below reload_root, a parameter of the model"

@@ -22,7 +22,7 @@ from slipstream.protocol.contract import TASKS
 from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
 
 if TYPE_CHECKING:
-    from slipstream.worker.memory_plan import Hardware
+    from slipstream.worker.hardware import Hardware
 
 BACKEND = "slipstream"
 
@@ -142,7 +142,9 @@ def _plan(config: EngineConfig, others: list[EngineConfig]) -> str:
     from slipstream.nn.load import check_model
     from slipstream.nn.read_spec import read_spec
     from slipstream.tokenizer.tokenizer import TextTokenizer
-    from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
+    from slipstream.worker.hardware import free_device_memory
+    from slipstream.worker.plan_memory import plan_memory
+    from slipstream.worker.resolve_hardware import resolve_hardware
     from slipstream.worker.spec_decode.draft_model import check_draft_model
 
     config, *_ = [placed(one) for one in (config, *others)]

@@ -1,66 +1,22 @@
-"""Device memory of the loaded speculation methods, for the memory plan: the sum over their tensors, which the code that
-makes the real ones makes on torch's meta device. Engine thread, once at load.
-"""
+"""Device memory of the loaded speculation methods, for the memory plan. Engine thread, once at load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
 from slipstream.core.config import EngineConfig
-from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import planned_model
-from slipstream.nn.parallel import SINGLE, Parallel
-from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.hardware import Hardware
+from slipstream.worker.spec_decode import PROPOSERS
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 
-@dataclass(frozen=True)
-class DraftMemory:
-    """kv_bytes_per_token: of the drafters' own caches, which have as many blocks as the model's."""
-
-    weight_bytes: int = 0
-    kv_bytes_per_token: int = 0
-
-    def __add__(self, other: DraftMemory) -> DraftMemory:
-        return DraftMemory(self.weight_bytes + other.weight_bytes, self.kv_bytes_per_token + other.kv_bytes_per_token)
-
-
-@dataclass(frozen=True)
-class Planning:
-    """Arguments of DrafterType.planned. target: the model on the meta device."""
-
-    config: EngineConfig
-    target: Decoder
-    kv_dtype: torch.dtype
-
-    def memory_of(self, tensors: Iterable[Tensor], spec: DecoderSpec | None = None) -> DraftMemory:
-        """spec: of the drafter's layers with a KV cache, which has the model's type; None if it has none."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        if spec is None:
-            return DraftMemory(num_bytes)
-        num_bytes += table_bytes(spec.attentions, self.config.model.max_model_len or self.target.spec.max_model_len)
-        return DraftMemory(num_bytes, spec.kv_bytes_per_token(self.kv_dtype))
-
-
-def draft_memory(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    parallel: Parallel = SINGLE,
-) -> DraftMemory:
+def draft_memory(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> DraftMemory:
     """The memory of all methods loaded, on a rank; none behind the first stage, which drafts.
 
     Raises ConfigError for a drafter whose files cannot be read."""
-    from slipstream.worker.spec_decode import PROPOSERS  # which import the plan that this is part of
-
-    if config.model.load_format == "null" or not config.speculation.loaded or parallel.stage:
+    if config.model.load_format == "null" or not config.speculation.loaded or hardware.parallel.stage:
         return DraftMemory()
-    planning = Planning(config, planned_model(config.model, spec, dtype, device, parallel), kv_dtype)
+    target = planned_model(config.model, spec, hardware.dtype, hardware.device, hardware.parallel)
+    planning = Planning(config, target, hardware.kv_dtype)
     methods = [PROPOSERS.get(name) for name in config.speculation.loaded]
     return sum((method.planned(planning) for method in methods), DraftMemory())

@@ -17,7 +17,7 @@ from slipstream.worker.block_tables import table_width
 from slipstream.worker.graph_shapes import StepShape, graph_shapes, graph_sizes, layer_shapes, prompt_shapes
 
 if TYPE_CHECKING:
-    from slipstream.worker.memory_plan import Hardware
+    from slipstream.worker.hardware import Hardware
 
 
 @dataclass(frozen=True)

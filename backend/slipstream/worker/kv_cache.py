@@ -16,7 +16,8 @@ from torch import Tensor
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.nn.kv_layout import KVLayout, KVPlane, LayerCache
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.hardware import Hardware
+from slipstream.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.cores import set_threads
-from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.residency import pages_without_holes
 
 P = ParamSpec("P")

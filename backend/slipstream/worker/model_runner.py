@@ -39,6 +39,7 @@ from slipstream.worker.graph_shapes import (
     prompt_shapes,
     slower_than_larger,
 )
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.host_copy import to_device
 from slipstream.worker.input_batch import BatchBuilder, SampledTokens, StepArrays, padding_batch
 from slipstream.worker.interface import StepInput
@@ -47,7 +48,7 @@ from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.layered_prefill import LayeredRows, LayerGraphs
 from slipstream.worker.load_target import enter_device, finish_phase
-from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.core.errors import EngineError
 from slipstream.worker.cores import bind_near
-from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.pipe import stage_groups
 from slipstream.worker.residency import collect_all
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum

@@ -16,6 +16,7 @@ from slipstream.core.start_up import StartUp
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.block_tables import BlockTables
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import (
     AheadInput,
     DraftInput,
@@ -28,7 +29,7 @@ from slipstream.worker.interface import (
 )
 from slipstream.worker.launched_step import LaunchedSample, RunningStep
 from slipstream.worker.load_target import enter_device, finish_phase, in_inference_mode, load_target
-from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.request_state import RequestStates
 from slipstream.worker.residency import HostWeights, drop_locals, freeze_again, give_memory_back

@@ -5,8 +5,6 @@ Pure arithmetic, once at load.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from slipstream_kernels import ops
 from slipstream_kernels.cuda.device import count_sms
@@ -23,11 +21,9 @@ from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.graph_memory import graph_memory
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
 from slipstream.worker.sample.penalties import history_bytes
-
-if TYPE_CHECKING:
-    from slipstream.worker.memory_plan import Hardware
 
 # fp32 copies of the logits that sampling holds at once (logits, probabilities, sorted values and indices, mask)
 LOGITS_COPIES = 6

@@ -23,7 +23,6 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import check_model, load_model, planned_model, resolve_dtype
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import StepArrays, padding_batch
 from slipstream.worker.kv_cache import allocate_pool
@@ -32,6 +31,7 @@ from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_r
 from slipstream.worker.spec_decode.draft_graphs import DraftGraphs
 from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
 from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 from slipstream.worker.spec_decode.vocabulary import VocabularyMap
 
 FIELD = "draft_model"

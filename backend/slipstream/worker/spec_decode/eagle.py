@@ -19,9 +19,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.eagle import EagleHead
-from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
 from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 15
 _LEVEL_STEP = 1e-4  # penalty per level, so that a node of probability 1 still ranks below its parent

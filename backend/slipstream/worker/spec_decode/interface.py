@@ -23,10 +23,11 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.decoder import Decoder
 from slipstream.worker.block_tables import BlockTables
-from slipstream.worker.draft_memory import DraftMemory, Planning
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.launched_step import ComputedRows
-from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 T = TypeVar("T")
 

@@ -17,7 +17,6 @@ from slipstream.core.draft_methods import MedusaOptions
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads.medusa import MedusaHeads
-from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import to_device
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
@@ -28,6 +27,7 @@ from slipstream.worker.spec_decode.interface import (
     SpeculatorContext,
     read_head,
 )
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 CHOICES_FILE = "medusa_choices.json"
 # The published tree of 63 nodes for 7B models, by falling value (mc_sim_7b_63), as ranks without separators.

@@ -14,9 +14,9 @@ from slipstream_kernels import ops
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import MTPModule
-from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
 from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 3
 

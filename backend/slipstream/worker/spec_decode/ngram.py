@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from slipstream.core.draft_methods import NgramOptions
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 5
 MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one step: some 1.5 ms of the engine's thread
