@@ -23,7 +23,8 @@ from pathlib import Path
 
 from compile_backend import LIBRARY, compile_backend
 from page_libraries import add_page_libraries
-from slipstream_kernels.cuda import cutlass, prebuilt
+from slipstream_kernels.cuda import cutlass
+from slipstream_kernels.cuda.write_prebuilt import write_prebuilt
 
 ROOT = Path(__file__).resolve().parent.parent
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -51,7 +52,7 @@ def make_wheel(out: Path, compiled: Path, kernels: str) -> Path:
             sources = () if kernels == "all" else kernels.split(",")
             if not sources:
                 cutlass.fetch()
-            prebuilt.write(tree / "kernels/slipstream_kernels/prebuilt", sources)
+            write_prebuilt(tree / "kernels/slipstream_kernels/prebuilt", sources)
         platform = f"--config-settings=--build-option=--plat-name={sysconfig.get_platform()}"
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", platform, "-w", str(made), str(tree)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

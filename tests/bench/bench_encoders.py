@@ -27,7 +27,8 @@ sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests/support"), str(ROOT / "
 from slipstream.core.errors import ConfigError  # noqa: E402
 from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, read_checkpoint  # noqa: E402
 from slipstream.encoders.encoder import Encoder, padded_batch  # noqa: E402
-from slipstream.encoders.runtime import Runtime, RuntimeSettings, open_runtime  # noqa: E402
+from slipstream.encoders.open_runtime import open_runtime  # noqa: E402
+from slipstream.encoders.runtime import Runtime, RuntimeSettings  # noqa: E402
 from tiny_encoders import write_random_minilm  # noqa: E402
 
 

@@ -26,7 +26,8 @@ from bench_encoders import Lengths, draw_texts, parse_lengths  # noqa: E402
 from llm_server import backends_dir, missing_server  # noqa: E402
 from slipstream.encoders.checkpoint import find_checkpoint, read_checkpoint  # noqa: E402
 from slipstream.encoders.encoder import Encoder  # noqa: E402
-from slipstream.encoders.runtime import RuntimeSettings, open_runtime  # noqa: E402
+from slipstream.encoders.open_runtime import open_runtime  # noqa: E402
+from slipstream.encoders.runtime import RuntimeSettings  # noqa: E402
 from tiny_encoders import write_random_minilm  # noqa: E402
 from triton_server import TritonServer  # noqa: E402
 

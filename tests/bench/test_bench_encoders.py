@@ -44,7 +44,8 @@ def test_lengths() -> None:
 
 def test_texts_have_their_lengths(tmp_path: Path) -> None:
     from slipstream.encoders.checkpoint import read_checkpoint
-    from slipstream.encoders.runtime import RuntimeSettings, open_runtime
+    from slipstream.encoders.open_runtime import open_runtime
+    from slipstream.encoders.runtime import RuntimeSettings
 
     checkpoint = read_checkpoint(write_encoder(tmp_path / "tiny"))
     encoder = Encoder(checkpoint, open_runtime(RuntimeSettings("torch", "cpu"), checkpoint))

@@ -10,7 +10,8 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import read_checkpoint
 from slipstream.encoders.encoder import Encoder
-from slipstream.encoders.runtime import RuntimeSettings, open_runtime
+from slipstream.encoders.open_runtime import open_runtime
+from slipstream.encoders.runtime import RuntimeSettings
 from tiny_encoders import FAMILIES, write_encoder, write_family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,6 +16,7 @@ import pytest
 from hopper import require_nvcc
 from slipstream.commands import examinations
 from slipstream_kernels.cuda import build, prebuilt, toolkit
+from slipstream_kernels.cuda.write_prebuilt import write_prebuilt
 from slipstream_kernels.gemm.cuda.int4_mm import DEQUANTISE
 
 DEFINES = ("NEVER_BUILT",)
@@ -175,7 +176,7 @@ def test_a_set_for_old_drivers_has_no_library_of_a_later_cuda(monkeypatch: pytes
     later = cache_library((13, 0), "later")
     use_nvcc(monkeypatch, fake_nvcc(tmp_path, "12.6"))
     monkeypatch.setattr(shutil, "which", lambda name: None)  # what the compiler makes here cannot be stripped
-    assert prebuilt.write(tmp_path / "out", [DEQUANTISE]) == 1
+    assert write_prebuilt(tmp_path / "out", [DEQUANTISE]) == 1
     assert (tmp_path / "out" / later.name).read_text() == ""
 
 
@@ -186,7 +187,7 @@ def test_a_set_is_made_whatever_the_driver_of_the_machine_that_makes_it(
     use_nvcc(monkeypatch, fake_nvcc(tmp_path, "13.0"))
     use_driver(monkeypatch, (12, 8))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert prebuilt.write(tmp_path / "out", [DEQUANTISE]) == 1
+    assert write_prebuilt(tmp_path / "out", [DEQUANTISE]) == 1
     assert (tmp_path / "out" / prebuilt.TOOLKIT).read_text() == '{"cuda": "13.0"}\n'
 
 
@@ -229,8 +230,8 @@ def test_a_written_set_is_what_an_install_finds(
     monkeypatch.setattr(prebuilt, "FOLDER", install)
     monkeypatch.setenv("XDG_CACHE_HOME", str(install.parent / "cache"))
     with pytest.raises(ValueError, match="no such source"):
-        prebuilt.write(install, ["sm90_nothing.cu"])
-    assert prebuilt.write(install, [DEQUANTISE]) == 1
+        write_prebuilt(install, ["sm90_nothing.cu"])
+    assert write_prebuilt(install, [DEQUANTISE]) == 1
     forget()
     [library] = install.glob("*.so")
     assert prebuilt.toolkit_version() == toolkit.nvcc_version(nvcc) and prebuilt.count() == 1

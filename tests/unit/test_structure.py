@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,31 @@ def test_imports_go_one_way(prefix: str) -> None:
         ours = {name for name in imports_of(path) if name.split(".")[0] in ("slipstream", "slipstream_kernels")}
         bad = {n for n in ours if n != "slipstream" and not any((n + ".").startswith(a + ".") for a in ALLOWED[prefix])}
         assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}"
+
+
+def imported_to_run(tree: ast.AST) -> Iterator[ast.ImportFrom]:
+    """The imports of a module and of its functions, but those for types alone and those of its own command."""
+    for node in ast.iter_child_nodes(tree):
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.ImportFrom):
+            yield node
+        elif not is_for_types and getattr(node, "name", "") != "_main":
+            yield from imported_to_run(node)
+
+
+def test_imports_make_no_circle() -> None:
+    """What a module needs to run can be read before it. moe.kernels: a product by weights that it has written out is
+    one of these products again."""
+    paths = {module_name(path): path for path in [*package_files("slipstream"), *package_files("slipstream_kernels")]}
+    needs: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        nodes = [node for node in imported_to_run(ast.parse(path.read_text())) if node.module]
+        named = {(str(node.module), f"{node.module}.{alias.name}") for node in nodes for alias in node.names}
+        needs[name] = {inner if inner in paths else outer for outer, inner in named} & (paths.keys() - {name})
+    needs["slipstream_kernels.moe.kernels"].remove("slipstream_kernels.moe.grouped_mm")
+    while free := {name for name, others in needs.items() if not others & needs.keys()}:
+        needs = {name: others for name, others in needs.items() if name not in free}
+    assert not {name: sorted(others & needs.keys()) for name, others in needs.items()}
 
 
 def test_core_is_standard_library_only() -> None:

