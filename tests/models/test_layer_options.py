@@ -266,4 +266,3 @@ def test_deterministic_mode_knows_what_its_attention_is_told(name: str, tmp_path
 
 
 ROPE = RopeSpec("default", 500.0, 8)
-ROTATED = with_attention(LLAMA_LAYER, rope=ROPE)

@@ -4,6 +4,7 @@ bit, in every format."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
 from slipstream.nn.load import load_model
-from slipstream.nn.load_transforms import AddOne, NormaliseRows, PermuteRows, Transform, Transpose
+from slipstream.nn.load_transforms import AddOne, NormaliseRows, Transform
 from slipstream.nn.models import llama
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.stored_names import Fused, Names, Stacked, Stored, stored_slots
@@ -25,6 +26,36 @@ from tiny_checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 QKV = {part: Fused("attn.qkv", ("q", "k", "v")) for part in "qkv"}
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Stored [in, out]: a transform that changes the shape."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1]
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.t()
+
+    def suffixes(self) -> tuple[str, ...]:
+        return ("weight",)
+
+
+@dataclass(frozen=True)
+class PermuteRows:
+    """Row i of every len(order) rows is the stored row order[i]: a transform of weights and biases."""
+
+    order: tuple[int, ...]
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(0, (-1, len(self.order)))[:, list(self.order)].flatten(0, 1)
+
+    def suffixes(self) -> tuple[str, ...]:
+        return ("weight", "bias")
 
 
 def make_linear(name: str, bias: bool) -> Linear:

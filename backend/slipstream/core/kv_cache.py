@@ -163,10 +163,6 @@ class KVCacheManager:
                 self._computing.setdefault(block_hash, request)
         return num_cached
 
-    def match_prefix(self, request: Request) -> int:
-        """Share the request's longest cached prefix; returns its number of tokens (<= num_tokens - 1)."""
-        return self._share(request, self.find_prefix(request))
-
     # ---- copies between device and host
 
     def begin_step(self, num_running: int, prefills: list[Request]) -> list[Request]:

@@ -32,20 +32,6 @@ class Transform(Protocol):
 
 
 @dataclass(frozen=True)
-class Transpose:
-    """Stored [in, out]."""
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape[::-1]
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        return tensor.t()
-
-    def suffixes(self) -> tuple[str, ...]:
-        return ("weight",)
-
-
-@dataclass(frozen=True)
 class AddOne:
     """The weight is 1 + the stored tensor, as in Gemma's norms."""
 
@@ -86,22 +72,6 @@ class Unsqueeze:
 
     def suffixes(self) -> tuple[str, ...]:
         return (SELECTION_BIAS,)
-
-
-@dataclass(frozen=True)
-class PermuteRows:
-    """Row i of every len(order) rows is the stored row order[i]; converts interleaved rotary pairs to halves."""
-
-    order: tuple[int, ...]
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(0, (-1, len(self.order)))[:, list(self.order)].flatten(0, 1)
-
-    def suffixes(self) -> tuple[str, ...]:
-        return ("weight", "bias")
 
 
 def transformed(slot: WeightSlot, suffix: str, name: str, transforms: tuple[Transform, ...]) -> WeightSlot:
