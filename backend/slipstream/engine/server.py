@@ -10,7 +10,6 @@ Knows nothing of tensors: protocol/request_parser.py reads requests and output_p
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 import queue
@@ -22,7 +21,6 @@ from functools import partial
 import torch
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.control import LIST_LORA, OF_LORA, STATE, Control
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutputs
 from slipstream.core.request import FinishReason
@@ -31,6 +29,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.heap import HeapTrimmer
 from slipstream.engine.load_end import end_load
 from slipstream.engine.logits_budget import LogitsBudget
+from slipstream.engine.model_commands import ModelCommands
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.prompt_tables import TableBudget
 from slipstream.engine.rank_processes import RankProcesses
@@ -38,7 +37,6 @@ from slipstream.engine.ranks import Ranks
 from slipstream.engine.request_ids import RequestIds
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
-from slipstream.engine.residency import allowed_folder
 from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 from slipstream.protocol import contract, wire
 from slipstream.protocol.request_parser import ClientRequest, parse_request
@@ -56,7 +54,7 @@ _METRICS_PERIOD_S = 0.25
 _IDLE_WAIT_S = 0.1  # an idle engine publishes pending metrics at this interval
 _SETTLE_S = (0.02, 0.12)  # metrics are sent so long after the last answer; by the second the engine has published all
 _TEXT_OUTPUT = next(i for i, output in enumerate(contract.OUTPUTS["generate"]) if output.name == "text_output")
-_CONTROL_END_S = 1.0  # for the answer to a command under way, when the engine has failed
+_COMMAND_END_S = 1.0  # for the answer to a command under way, when the engine has failed
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 
 
@@ -77,8 +75,7 @@ class GenerateServer:
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._ids = RequestIds()
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
-        self._is_controlling = threading.Lock()
-        self._control_thread: threading.Thread | None = None  # the last one
+        self._commands = ModelCommands(self._engine, self._config, self._answer_once, self._refuse)
         vocab_size, max_model_len = self._engine.spec.vocab_size, self._engine.max_model_len
         self._logits = LogitsBudget(config.serving.max_logits_bytes, vocab_size, max_model_len)
         self._tables = TableBudget(config.serving.max_prompt_table_bytes)
@@ -111,8 +108,7 @@ class GenerateServer:
         finally:
             self._is_stopping = True
             if self._exit_status:
-                if self._control_thread is not None:
-                    self._control_thread.join(_CONTROL_END_S)
+                self._commands.join(_COMMAND_END_S)
                 self._link.hang_up()
             if self._tracer is not None:
                 self._tracer.close()
@@ -159,7 +155,7 @@ class GenerateServer:
     def _start(self, client: ClientRequest) -> None:
         request = client.request
         if client.control is not None:
-            self._start_control(client, client.control)
+            self._commands.start(client, client.control)
             return
         if request is None:
             self._stop_by_id(client)
@@ -186,45 +182,6 @@ class GenerateServer:
         if earlier is not None:
             self._cancel(earlier)
         self._answer_once(client, "")
-
-    def _control(self, client: ClientRequest, control: Control) -> None:
-        """On a thread of its own, of which there is one at a time: it takes as long as a load."""
-        failure, start = None, time.monotonic()
-        try:
-            if control.command in OF_LORA:
-                self._engine.adapters.carry_out(control)
-            else:
-                self._engine.post(replace(control, folder=allowed_folder(self._config, control.folder))).wait()
-        except Exception as error:
-            failure = error
-        finally:
-            self._is_controlling.release()  # before the answer, behind which the next command may come
-        if failure is not None:
-            self._refuse(client.handle, failure)
-        elif control.command in OF_LORA:
-            self._answer_adapters(client)
-        else:
-            self._answer_state(client, time.monotonic() - start)
-
-    def _start_control(self, client: ClientRequest, control: Control) -> None:
-        if control.command == STATE:
-            self._answer_state(client)
-        elif control.command == LIST_LORA:
-            self._answer_adapters(client)
-        elif self._is_controlling.acquire(blocking=False):
-            thread = threading.Thread(target=self._control, args=(client, control), name="control", daemon=True)
-            self._control_thread = thread
-            thread.start()
-        else:
-            raise CapacityError("another command to the model is under way; try again later")
-
-    def _answer_state(self, client: ClientRequest, seconds: float = 0.0) -> None:
-        level = self._engine.residency.level
-        told = {"is_sleeping": level > 0, "sleep_level": level, "seconds": round(seconds, 3)}
-        self._answer_once(client, json.dumps(told))
-
-    def _answer_adapters(self, client: ClientRequest) -> None:
-        self._answer_once(client, json.dumps({"adapters": self._engine.adapters.names}))
 
     def _answer_once(self, client: ClientRequest, text: str) -> None:
         shape = (1, 1) if client.has_batch_dim else (1,)
