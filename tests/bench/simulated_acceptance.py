@@ -21,6 +21,7 @@ from slipstream.worker.host_copy import to_device
 from slipstream.worker.spec_decode import verifier
 from slipstream.worker.spec_decode.eagle import EagleDrafter
 from slipstream.worker.spec_decode.interface import PROPOSERS, SpeculatorContext
+from slipstream.worker.spec_decode.verification import Verification
 from slipstream_kernels import ops
 from slipstream_kernels.triton.interpreter import IS_INTERPRETING
 
@@ -29,7 +30,7 @@ _NEVER = 1 << 30  # a rank that no guess has
 _LEAST_RATE = 0.01  # of ranks that a profile does not list
 
 
-class SimulatedVerification(verifier.Verification):
+class SimulatedVerification(Verification):
     """Takes drafts by a profile, along first children. rates: as in profiles.py."""
 
     rates: ClassVar[Sequence[Sequence[float]]] = []

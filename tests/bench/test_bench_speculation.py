@@ -11,6 +11,7 @@ from rehearsed_graphs import rehearse_graphs
 from slipstream.core import speculation
 from slipstream.worker.spec_decode import verifier
 from slipstream.worker.spec_decode.interface import PROPOSERS
+from slipstream.worker.spec_decode.verification import Verification
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -39,7 +40,7 @@ def test_every_method_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], drafts_always_pay: None
 ) -> None:
     monkeypatch.setitem(SHAPES, "tiny", SMALL)
-    monkeypatch.setattr(verifier, "Verification", verifier.Verification)  # put back after the test
+    monkeypatch.setattr(verifier, "Verification", Verification)  # put back after the test
     for name in ("ngram", "eagle"):
         monkeypatch.setitem(PROPOSERS._entries, name, PROPOSERS.get(name))
     rehearse_graphs(monkeypatch, (2,))

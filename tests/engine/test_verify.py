@@ -27,7 +27,7 @@ from slipstream.worker.hardware import Hardware
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.sampler import Draws
 from slipstream.worker.spec_decode.speculator import measured_costs
-from slipstream.worker.spec_decode.verifier import DraftedRequest, Verification
+from slipstream.worker.spec_decode.verification import DraftedRequest, Verification
 from speculation_config import speculation_config
 from tiny_model import make_tiny_llama
 

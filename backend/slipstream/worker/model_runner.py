@@ -56,7 +56,8 @@ from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, ProcessorContext, make_processors
 from slipstream.worker.sample.sampler import PendingTokens, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
-from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
+from slipstream.worker.spec_decode.verification import DraftedRequest, drafted_requests
+from slipstream.worker.spec_decode.verifier import Verifier
 from slipstream.worker.spec_decode.warm_up import padding_drafts
 from slipstream.worker.static_tensors import GraphInputs
 from slipstream.worker.warm_up import warm_up_steps
