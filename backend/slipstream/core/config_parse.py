@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
-from slipstream.core.config_table import FOREIGN, MOST_PORT, PARAMETERS
-from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
+from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
+from slipstream.core.config_checks import check_combinations, check_events
+from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError
 from slipstream.core.numerals import read_decimal, read_whole
 from slipstream.core.parameter import Parameter
@@ -65,7 +66,7 @@ def with_replica(config: EngineConfig, groups: Sequence[Mapping[str, Any]], inde
             "accepted with several engines in instance_group: 0, as only one of them would have what a client sends"
         )
         raise ConfigError("lora_cache_host_memory_bytes", model.lora_cache_bytes, reason)
-    _check_events(config.cache, replica.num_replicas)
+    check_events(config.cache, replica.num_replicas)
     return replace(config, parallel=replace(parallel, replica=replica))
 
 
@@ -95,7 +96,7 @@ def parse_parameters(
     secret = _resolve("rank_secret_file", config.parallel.rank_secret_file, model_dir)
     parallel = replace(config.parallel, rank_secret_file=secret)
     config = replace(config, model=resolved, parallel=parallel, speculation=speculation, serving=serving)
-    check(config)
+    check_combinations(config)
     return config
 
 
@@ -123,7 +124,7 @@ def config_from_values(values: Mapping[str, object], is_complete: bool = True) -
         config, serving=replace(config.serving, stated=frozenset(_BY_NAME[name].name for name in given.values()))
     )
     if is_complete:
-        check(config)
+        check_combinations(config)
     return config
 
 
@@ -281,93 +282,3 @@ def _resolve_served(name: str, value: str, model_dir: Path) -> str:
     if found is None:
         raise ConfigError(name, value, f"{served} has no parameter `model`, whose checkpoint would be the draft")
     return _resolve(name, found.group(1), served.parent)
-
-
-# ---------------------------------------------------------------- combinations
-
-
-def check(config: EngineConfig) -> None:
-    """Refuse invalid combinations. Raises ConfigError."""
-    model, cache, scheduler = config.model, config.cache, config.scheduler
-    if not model.model and not (config.task != "generate" and model.tokenizer):
-        accepted = "a checkpoint folder, a .gguf file or a Hugging Face id"
-        raise ConfigError(
-            "model", "", f"missing; accepted: {accepted if config.task == 'generate' else f'{accepted}, or tokenizer'}"
-        )
-    if config.task != "generate":
-        return
-    if cache.num_blocks and cache.memory_bytes:
-        raise ConfigError(
-            "memory_bytes",
-            cache.memory_bytes,
-            f"given together with num_blocks={cache.num_blocks}; accepted: one of them",
-        )
-    _check_drafters(config)
-    _check_nodes(config.parallel)
-    _check_events(config.cache, 1)
-    _check_lora(config)
-    if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
-        limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
-        raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
-
-
-def _check_nodes(parallel: ParallelConfig) -> None:
-    size, num_nodes = parallel.num_ranks, parallel.num_nodes
-    if num_nodes == 1:
-        return
-    if size % num_nodes:
-        raise ConfigError("num_nodes", num_nodes, f"accepted: 1, or what divides the {size} ranks of the model")
-    if not parallel.rank_secret_file:
-        raise ConfigError("rank_secret_file", "", "missing; accepted with several nodes: a file that all of them have")
-
-
-def _check_events(cache: CacheConfig, num_engines: int) -> None:
-    """The engines of a model publish at ports one after the other, from each endpoint's on."""
-    name, given, replay = "kv_events_replay_endpoint", cache.events_endpoint, cache.events_replay_endpoint
-    if replay and not given:
-        raise ConfigError(name, replay, "accepted with kv_events_endpoint")
-    if given and not cache.enable_prefix_caching:
-        raise ConfigError(
-            "kv_events_endpoint", given, "accepted with enable_prefix_caching, whose blocks the events name"
-        )
-    if replay and replay == given:
-        raise ConfigError(name, replay, "accepted: another than kv_events_endpoint")
-    (host, _, port), (replay_host, _, replay_port) = given.rpartition(":"), replay.rpartition(":")
-    ports = [int(one) for one in (port, replay_port) if one.isdecimal()]
-    if ports and max(ports) + num_engines - 1 > MOST_PORT:
-        accepted = f"accepted with {num_engines} engines: ports up to {MOST_PORT - num_engines + 1}"
-        raise ConfigError("kv_events_endpoint" if port == str(max(ports)) else name, max(ports), accepted)
-    if host == replay_host and len(ports) == 2 and abs(ports[0] - ports[1]) < num_engines:
-        accepted = f"accepted with {num_engines} engines: a port at least {num_engines} from kv_events_endpoint's"
-        raise ConfigError(name, replay, accepted)
-
-
-def _check_lora(config: EngineConfig) -> None:
-    model, parallel = config.model, config.parallel
-    if not model.enable_lora:
-        values = model.lora_modules, model.lora_root, model.lora_cache_bytes
-        for name, value in zip(("lora_modules", "lora_root", "lora_cache_host_memory_bytes"), values):
-            if value:
-                raise ConfigError(name, value, "accepted with enable_lora=true")
-    elif parallel.num_nodes > 1:
-        raise ConfigError("enable_lora", True, f"accepted with num_nodes=1, not {parallel.num_nodes}")
-    elif model.deterministic:
-        raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
-    elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:
-        raise ConfigError("lora_modules", model.lora_modules, f"accepted: at most max_cpu_loras={model.max_cpu_loras}")
-
-
-def _check_drafters(config: EngineConfig) -> None:
-    if config.model.load_format in ("dummy", "null"):
-        return
-    for method in DRAFT_METHODS.values():
-        if method.name in config.speculation.loaded and method.checkpoint and not method.is_in_model:
-            _check_checkpoint(method, config.speculation.checkpoint_of(method))
-
-
-def _check_checkpoint(method: DraftMethod, value: str) -> None:
-    if not value:
-        raise method.missing()
-    folder = Path(value).expanduser()
-    if folder.is_absolute() and not folder.exists():
-        raise ConfigError(method.checkpoint, value, "no such folder")
