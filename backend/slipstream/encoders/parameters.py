@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.numerals import read_decimal, read_whole
 
 # Triton's own keys for the Python backend, which it adds to the model's parameters
 _OF_TRITON = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "TRITON_BATCH_STRATEGY_PATH"}
+
+N = TypeVar("N", int, float)
 
 
 class Parameters:
@@ -43,25 +46,21 @@ class Parameters:
         return value
 
     def integer(self, name: str, default: int, lowest: int, highest: int) -> int:
-        value = self.text(name, str(default))
-        accepted = f"accepted: a whole number from {lowest} to {highest}"
-        try:
-            number = read_whole(value)
-        except ValueError:
-            raise ConfigError(name, value, accepted) from None
-        if not lowest <= number <= highest:
-            raise ConfigError(name, value, accepted)
-        return number
+        accepted = f"a whole number from {lowest} to {highest}"
+        return self._between(name, str(default), read_whole, (lowest, highest), accepted)
 
     def number(self, name: str, default: float, lowest: float, highest: float) -> float:
-        value = self.text(name, str(default))
-        accepted = f"accepted: a number from {lowest:g} to {highest:g}"
+        accepted = f"a number from {lowest:g} to {highest:g}"
+        return self._between(name, str(default), read_decimal, (lowest, highest), accepted)
+
+    def _between(self, name: str, default: str, read: Callable[[str], N], bounds: tuple[N, N], accepted: str) -> N:
+        value = self.text(name, default)
         try:
-            number = read_decimal(value)
+            number = read(value)
         except ValueError:
-            raise ConfigError(name, value, accepted) from None
-        if not lowest <= number <= highest:
-            raise ConfigError(name, value, accepted)
+            raise ConfigError(name, value, f"accepted: {accepted}") from None
+        if not bounds[0] <= number <= bounds[1]:
+            raise ConfigError(name, value, f"accepted: {accepted}")
         return number
 
     def refuse_others(self) -> None:
