@@ -4,15 +4,23 @@ Each function checks its arguments, picks an implementation (`backend="auto" | "
 Importing this module does not import triton: that happens when a triton implementation is first chosen.
 """
 
+from slipstream_kernels.attention.cpu.decode_step import CpuDecodeStep
+from slipstream_kernels.attention.cuda.decode_attention import MAX_DECODE_REQUESTS
 from slipstream_kernels.attention.decode_attention import decode_attention
-from slipstream_kernels.attention.invariant_attention import invariant_attention
+from slipstream_kernels.attention.invariant_attention import MAX_INVARIANT_GROUP, invariant_attention
 from slipstream_kernels.attention.invariant_latent_attention import invariant_latent_attention
 from slipstream_kernels.attention.latent_attention import latent_attention
 from slipstream_kernels.attention.limits import split_sums_bytes
 from slipstream_kernels.attention.merge_attention import merge_attention
-from slipstream_kernels.attention.paged_attention import paged_attention
+from slipstream_kernels.attention.paged_attention import (
+    FP8_QUERY_HEAD_DIM,
+    TRITON_HEAD_DIMS,
+    paged_attention,
+    triton_min_block_size,
+)
 from slipstream_kernels.attention.ragged_attention import ragged_attention
 from slipstream_kernels.attention.stage_fp8 import stage_fp8
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream_kernels.gemm.head_mm import head_mm, invariant_head_mm
@@ -62,8 +70,8 @@ from slipstream_kernels.moe.grouped_linear import grouped_gated_linear, grouped_
 from slipstream_kernels.moe.grouped_mm import grouped_mm
 from slipstream_kernels.moe.invariant_grouped_mm import invariant_grouped_mm
 from slipstream_kernels.moe.local_routing import local_routing, local_rows
-from slipstream_kernels.moe.route_experts import route_experts
-from slipstream_kernels.norm.gated_mul import gated_mul, gelu_mul, silu_mul
+from slipstream_kernels.moe.route_experts import MAX_EXPERTS, route_experts
+from slipstream_kernels.norm.gated_mul import ACTIVATIONS, gated_mul, gelu_mul, silu_mul
 from slipstream_kernels.norm.gated_mul_fp8 import gated_mul_fp8, gelu_mul_fp8, silu_mul_fp8
 from slipstream_kernels.norm.rms_norm import rms_norm
 from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
@@ -82,18 +90,25 @@ from slipstream_kernels.spec.unpack_step_inputs import ArrivedInputs, unpack_ste
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, update_step_inputs
 
 __all__ = [
+    "ACTIVATIONS",
     "BACKENDS",
+    "FP8_QUERY_HEAD_DIM",
     "LATENT_GROUP",
+    "MAX_DECODE_REQUESTS",
+    "MAX_EXPERTS",
     "MAX_FEW_TOKENS",
+    "MAX_INVARIANT_GROUP",
     "NO_ROW",
     "NO_SLOT",
     "PLAIN",
     "QUANTIZED_KV_DTYPES",
+    "TRITON_HEAD_DIMS",
     "AcceptedRows",
     "Activation",
     "ActivationQuant",
     "AdapterTiles",
     "ArrivedInputs",
+    "CpuDecodeStep",
     "DraftRows",
     "Fp8Rows",
     "Fp8Scheme",
@@ -120,6 +135,7 @@ __all__ = [
     "block_scales",
     "combine_experts",
     "compact_kv",
+    "count_sms",
     "count_tiles",
     "decode_attention",
     "dequantize_int4",
@@ -143,6 +159,7 @@ __all__ = [
     "grouped_linear",
     "grouped_mm",
     "head_mm",
+    "hopper_refusal",
     "int4_linear_weight",
     "int4_mm",
     "int4_weight",
@@ -200,6 +217,7 @@ __all__ = [
     "tile_rows",
     "token_probs",
     "top_logprobs",
+    "triton_min_block_size",
     "unpack_int4",
     "unpack_step_inputs",
     "update_step_inputs",

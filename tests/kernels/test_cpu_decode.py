@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.attention.cpu.decode_step import DecodeStep
+from slipstream_kernels.attention.cpu.decode_step import CpuDecodeStep
 from tolerances import ATTENTION
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 3, 3, 32, 16
@@ -58,7 +58,7 @@ def test_is_the_reference(
         sliding_window=window, backend="reference",
     )  # fmt: skip
 
-    cache, step = ops.KvCache(*(tensor.clone() for tensor in stored)), DecodeStep(positions, slots, seq_lens, tables)
+    cache, step = ops.KvCache(*(tensor.clone() for tensor in stored)), CpuDecodeStep(positions, slots, seq_lens, tables)
     found = step.rotate_and_store(q, k, v, rope, cache, norms)
     rtol, atol = ATTENTION[dtype]
     torch.testing.assert_close(found, rotated, rtol=rtol, atol=atol)
@@ -67,7 +67,7 @@ def test_is_the_reference(
     out = step.attend(rotated, expected_cache, 0.2, window)
     assert out.dtype == dtype and out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
-    alone = DecodeStep(positions[4:5], slots[4:5], seq_lens[4:5], tables[4:5])
+    alone = CpuDecodeStep(positions[4:5], slots[4:5], seq_lens[4:5], tables[4:5])
     torch.testing.assert_close(
         alone.attend(rotated[4:5].contiguous(), expected_cache, 0.2, window)[0], out[4], rtol=rtol, atol=atol
     )

@@ -219,7 +219,7 @@ def test_what_is_chosen_for_good_is_built_first(
     module: ModuleType, refusal: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that only such a kernel could read stay as they are; rows stay those that another kernel takes."""
-    monkeypatch.setattr(module, "device_refusal", lambda *_: None, raising=False)
+    monkeypatch.setattr(module, "hopper_refusal", lambda *_: None, raising=False)
     monkeypatch.setattr(grouped_gemm, "refusal", lambda *_: None)  # of the device
     tried: list[str] = []
 

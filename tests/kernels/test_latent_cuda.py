@@ -94,7 +94,7 @@ def test_parts_of_many_requests_are_added_up_in_one_launch() -> None:
 
 
 def test_refusals_name_what_is_not_served(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_latent, "device_refusal", lambda *_: None)
+    monkeypatch.setattr(cuda_latent, "hopper_refusal", lambda *_: None)
     monkeypatch.setattr(cuda_latent, "build_refusal", lambda *_: None)
     call = call_of(make_case([1], [64], 16, device=torch.device("cpu")))
     assert cuda_latent.refusal(call) is None

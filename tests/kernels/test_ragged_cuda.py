@@ -31,7 +31,7 @@ def test_what_the_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch)
     out = torch.empty(3, 3, 128, dtype=torch.bfloat16)
     call = RaggedCall(*case, out, torch.empty(3, 3), 3, 3, SCALE, True)
     assert "q is on cpu" in str(cuda_ragged.refusal(call))
-    monkeypatch.setattr(cuda_ragged, "device_refusal", lambda device, what: None)
+    monkeypatch.setattr(cuda_ragged, "hopper_refusal", lambda device, what: None)
     monkeypatch.setattr(cuda_ragged, "build_refusal", lambda source, defines: None)
     assert cuda_ragged.refusal(call) is None
     for refused, reason in (

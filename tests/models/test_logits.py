@@ -104,7 +104,7 @@ def test_more_requests_than_the_decode_kernel_takes_go_to_the_paged_one(
         return attend(*arguments, **keywords)
 
     monkeypatch.setattr(ops, "decode_attention", decode_attention)
-    monkeypatch.setattr("slipstream.nn.attention.split_kv.MAX_REQUESTS", most)
+    monkeypatch.setattr("slipstream_kernels.ops.MAX_DECODE_REQUESTS", most)
     split_steps(decoder, SplitKVAttention, monkeypatch)
     forward = PagedForward(decoder, prompts(), block_size=8)
     forward.step({1: 3, 3: 2})

@@ -105,6 +105,16 @@ def test_imports_make_no_circle() -> None:
     assert not {name: sorted(others & needs.keys()) for name, others in needs.items()}
 
 
+def test_kernels_are_imported_by_one_door() -> None:
+    """Sums over ranks are no op; `doctor` looks at what builds kernels."""
+    exceptions = {"slipstream.worker.symmetric_memory", "slipstream.commands.examinations"}
+    for path in package_files("slipstream"):
+        if module_name(path) not in exceptions:
+            inside = {name for name in imports_of(path) if name.startswith("slipstream_kernels.")}
+            bad = {name for name in inside if not f"{name}.".startswith("slipstream_kernels.ops.")}
+            assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}"
+
+
 def test_core_is_standard_library_only() -> None:
     import sys
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
+from slipstream_kernels.ops import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.attention import AttentionBackend, StepAttention

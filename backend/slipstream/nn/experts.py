@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream_kernels import ops
-from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
+from slipstream_kernels.ops import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext

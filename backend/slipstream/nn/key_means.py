@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
-from slipstream_kernels.cuda.device import refusal as device_refusal
 from torch import Tensor
 
 from slipstream.core.config import ModelConfig
@@ -58,15 +56,15 @@ def _refusal(config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dt
         return "deterministic rounds nothing"
     if kv_dtype in ops.QUANTIZED_KV_DTYPES.values() and kv_dtype != FP8_CACHE:
         return "an int8 or int4 KV cache is attended in 16 bit"
-    if device.type == "cuda" and (reason := device_refusal(device, "device is")) is not None:
+    if device.type == "cuda" and (reason := ops.hopper_refusal(device, "device is")) is not None:
         return reason
     for attention in spec.attentions:
         if attention.latent is not None:
             return "latent attention has no keys of heads in its cache"
         if attention.soft_cap is not None or attention.sinks or attention.alibi_slopes:
             return "attention in FP8 has no soft caps, sinks and ALiBi"
-        if device.type == "cuda" and attention.head_dim != FP8_QUERY_HEAD_DIM:
-            return f"on a GPU heads of {FP8_QUERY_HEAD_DIM} are rounded, not {attention.head_dim}"
+        if device.type == "cuda" and attention.head_dim != ops.FP8_QUERY_HEAD_DIM:
+            return f"on a GPU heads of {ops.FP8_QUERY_HEAD_DIM} are rounded, not {attention.head_dim}"
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.attention.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec
@@ -42,9 +41,9 @@ def gpu_geometry_refusal(spec: DecoderSpec, block_size: int, kv_dtype: torch.dty
     kv_dtype: None for the model's own.
     """
     for attention in spec.attentions:
-        if attention.latent is None and attention.head_dim not in TRITON_HEAD_DIMS:
-            return f"attention of head_dim {attention.head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
-    smallest = triton_min_block_size(kv_dtype)
+        if attention.latent is None and attention.head_dim not in ops.TRITON_HEAD_DIMS:
+            return f"attention of head_dim {attention.head_dim} is the reference's, accepted: {ops.TRITON_HEAD_DIMS}"
+    smallest = ops.triton_min_block_size(kv_dtype)
     if block_size < smallest:
         return f"attention over blocks of {block_size} is the reference's, accepted: >= {smallest}"
     return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 from slipstream_kernels import ops
-from slipstream_kernels.gemm.activation_quant import A
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
@@ -14,6 +14,8 @@ from slipstream.nn.layer_spec import PADDING, LinearSpec
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.shards import Cut
 from slipstream.nn.weight_slot import WeightSlot
+
+A = TypeVar("A", bound=ops.Activation)
 
 
 class Linear:

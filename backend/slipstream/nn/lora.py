@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.gemm.activation_quant import PLAIN, A, ActivationQuant
+from slipstream_kernels.ops import PLAIN, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.linear import Linear
+from slipstream.nn.linear import A, Linear
 from slipstream.nn.stored_names import Names, stored_slots, tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 

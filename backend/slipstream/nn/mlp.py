@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream_kernels.gemm.activation_quant import Activation, ActivationQuant
+from slipstream_kernels.ops import Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext

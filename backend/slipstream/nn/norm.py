@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
+from slipstream_kernels.ops import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext

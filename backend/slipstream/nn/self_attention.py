@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.gemm.activation_quant import Activation, ActivationQuant
+from slipstream_kernels.ops import Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.attention import GroupedStep, LayerAttention, QKRope, StepAttention

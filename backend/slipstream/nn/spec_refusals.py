@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream_kernels.norm.gated_mul import ACTIVATIONS
+from slipstream_kernels import ops
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
@@ -30,7 +30,7 @@ def _reasons(layer: LayerSpec) -> Iterator[str]:
     yield from _unknown("norms", layer.norms, NORMS)
     yield from _of_attention(layer.attention)
     if isinstance(layer.mlp, DenseSpec):
-        yield from _unknown("MLP activation", layer.mlp.activation, ACTIVATIONS)
+        yield from _unknown("MLP activation", layer.mlp.activation, ops.ACTIVATIONS)
     else:
         yield from _of_experts(layer.mlp)
 
@@ -62,7 +62,7 @@ def _of_experts(experts: ExpertsSpec) -> Iterator[str]:
     if refusal is not None:
         yield f"router: {refusal}"
     if experts.shared is not None:
-        yield from _unknown("activation of shared experts", experts.shared.activation, ACTIVATIONS)
+        yield from _unknown("activation of shared experts", experts.shared.activation, ops.ACTIVATIONS)
     elif experts.shared_gate:
         yield "a gate of shared experts without such experts"
 

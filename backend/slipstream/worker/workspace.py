@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.cuda.device import count_sms
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
@@ -80,7 +79,7 @@ def _sums_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num
     device = hardware.device
     if device.type != "cuda":
         return 0
-    num_sms = count_sms(device) if torch.cuda.is_available() else MOST_SMS
+    num_sms = ops.count_sms(device) if torch.cuda.is_available() else MOST_SMS
     own = spec.of_stage(hardware.parallel)
     attentions = own.of_rank(hardware.parallel).attentions
     if not config.model.deterministic:

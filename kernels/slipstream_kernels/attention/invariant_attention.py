@@ -11,7 +11,7 @@ from slipstream_kernels.attention.paged_attention import triton_refusal
 from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.select import select
 
-MAX_GROUP = 64  # query heads of a kv head: one token's rows must fit a tile
+MAX_INVARIANT_GROUP = 64  # query heads of a kv head: one token's rows must fit a tile
 
 
 def invariant_attention(
@@ -78,6 +78,6 @@ def invariant_attention(
 
 def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
     group = q.shape[1] // key_cache.shape[1]
-    if group > MAX_GROUP:
-        return f"{group} query heads share a kv head, at most {MAX_GROUP}"
+    if group > MAX_INVARIANT_GROUP:
+        return f"{group} query heads share a kv head, at most {MAX_INVARIANT_GROUP}"
     return triton_refusal(q, key_cache)

@@ -12,7 +12,7 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def refusal(device: torch.device, what: str) -> str | None:
+def hopper_refusal(device: torch.device, what: str) -> str | None:
     """Why kernels for Hopper cannot run on `device`; None if they can.  what: begins the answer, as in "x is"."""
     if device.type != "cuda":
         return f"{what} on {device}"

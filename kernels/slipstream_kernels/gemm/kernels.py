@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda import swap_ab_choice, swap_ab_stream_choice
@@ -179,7 +179,7 @@ def _library_refusal(product: Product) -> str | None:
     if weight.out_features % LIBRARY_ALIGNMENT or weight.in_features % LIBRARY_ALIGNMENT:
         return f"the weight's features are not multiples of {LIBRARY_ALIGNMENT}"
     # Which scales of rows and blocks cuBLAS takes differs from one generation of GPUs to the next.
-    return device_refusal(weight.device, "the weight is")
+    return hopper_refusal(weight.device, "the weight is")
 
 
 def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
@@ -193,7 +193,7 @@ def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tens
 
 
 def _library_split_refusal(product: Product) -> str | None:
-    return device_refusal(product.weight.device, "the weight is") or _needs_16_bits(product)
+    return hopper_refusal(product.weight.device, "the weight is") or _needs_16_bits(product)
 
 
 def _library_split(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.attention.cpu.decode_step import DecodeStep
 from torch import Tensor
 
 from slipstream.nn.attention.backend import GroupedStep, LayerAttention, latent_refusal
@@ -33,13 +32,13 @@ class CpuAttention(PagedAttention):
         is_one_row_each = len(batch.token_ids) == len(batch.seq_lens) and batch.tree_mask is None
         if is_one_row_each and bool((batch.slot_mapping >= 0).all()):
             tensors = batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables
-            return CpuDecode(DecodeStep(*tensors), batch, self)
+            return CpuDecode(ops.CpuDecodeStep(*tensors), batch, self)
         return super().plan(batch)
 
 
 @dataclass(frozen=True)
 class CpuDecode:
-    step: DecodeStep
+    step: ops.CpuDecodeStep
     batch: ForwardBatch
     attention: CpuAttention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from slipstream_kernels.attention.invariant_attention import MAX_GROUP
+from slipstream_kernels import ops
 
 from slipstream.nn.attention.backend import GroupedStep, latent_refusal
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
@@ -26,8 +26,9 @@ class PagedAttention:
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
         groups = [attention.num_q_heads // attention.num_kv_heads for attention in self.spec.attentions]
-        trees = f"trees of drafts are the reference's where more than {MAX_GROUP} query heads share a head of keys"
-        is_refused = has_trees and max(groups) > MAX_GROUP
+        most = ops.MAX_INVARIANT_GROUP
+        trees = f"trees of drafts are the reference's where more than {most} query heads share a head of keys"
+        is_refused = has_trees and max(groups) > most
         return gpu_geometry_refusal(self.spec, block_size) or (trees if is_refused else None)
 
     def plan(self, batch: ForwardBatch) -> GroupedStep:

@@ -10,8 +10,6 @@ from typing import ClassVar
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.attention.cuda.decode_attention import MAX_REQUESTS
-from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
 
 from slipstream.nn.attention.backend import latent_refusal
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
@@ -49,7 +47,7 @@ class SplitKVAttention:
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
         """More requests than the decode kernel takes go to the paged op, or with trees to the invariant op."""
-        has_decode_kernel = batch.seq_lens.shape[0] <= MAX_REQUESTS
+        has_decode_kernel = batch.seq_lens.shape[0] <= ops.MAX_DECODE_REQUESTS
         decodes = decode_rows(batch) if has_decode_kernel or batch.tree_mask is not None else None
         prompts = rows_after(batch, decodes)
         return SplitStep(batch, decodes, prompts, has_decode_kernel, fp8_queries=self._fp8_queries)
@@ -67,8 +65,8 @@ class SplitKVFp8Attention(SplitKVAttention):
         if kv_dtype != ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
             return "needs kv_cache_dtype=fp8_e4m3"
         for attention in spec.attentions:
-            if attention.head_dim != FP8_QUERY_HEAD_DIM:
-                return f"rounds queries of heads of {FP8_QUERY_HEAD_DIM}, not {attention.head_dim}"
+            if attention.head_dim != ops.FP8_QUERY_HEAD_DIM:
+                return f"rounds queries of heads of {ops.FP8_QUERY_HEAD_DIM}, not {attention.head_dim}"
         return SplitKVAttention.supports(spec, device, dtype, kv_dtype)
 
 

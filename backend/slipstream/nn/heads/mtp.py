@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from slipstream_kernels.gemm.activation_quant import PLAIN
+from slipstream_kernels.ops import PLAIN
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError

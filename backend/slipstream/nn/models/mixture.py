@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from slipstream_kernels.moe.route_experts import MAX_EXPERTS
+from slipstream_kernels.ops import MAX_EXPERTS
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import ExpertsSpec, LayerSpec

@@ -28,7 +28,7 @@ class _Piece:
 
 
 @dataclass
-class DecodeStep:
+class CpuDecodeStep:
     """positions, slot_mapping (none is -1), seq_lens, block_tables: of one row per request, as ops.paged_attention and
     ops.rope_write_kv take them.  Each layer calls rotate_and_store, then attend.
 

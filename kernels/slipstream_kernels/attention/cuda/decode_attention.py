@@ -14,8 +14,7 @@ import torch
 from slipstream_kernels.attention.cuda import verify_attention
 from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE
@@ -24,7 +23,7 @@ SOURCE = "sm90_decode_attention.cu"
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUERY_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
-MAX_REQUESTS = 1024
+MAX_DECODE_REQUESTS = 1024
 # Rows of queries that share one pass over the keys; wider heads leave registers for fewer.
 MAX_ROWS = 32
 MAX_ROWS_WIDE = 16
@@ -64,7 +63,7 @@ class Workspace:
 
 def refusal(call: DecodeCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
-    if (reason := device_refusal(call.q.device, "q is")) is not None:
+    if (reason := hopper_refusal(call.q.device, "q is")) is not None:
         return reason
     if call.q.dtype not in QUERY_TYPES:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
@@ -73,8 +72,8 @@ def refusal(call: DecodeCall) -> str | None:
     block_size = call.key_cache.shape[2]
     if block_size < 16 or block_size & (block_size - 1):
         return f"block_size {block_size} is not a power of two >= 16"
-    if call.seq_lens.shape[0] > MAX_REQUESTS:
-        return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
+    if call.seq_lens.shape[0] > MAX_DECODE_REQUESTS:
+        return f"{call.seq_lens.shape[0]} requests are more than {MAX_DECODE_REQUESTS}"
     return build_refusal(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
 
 

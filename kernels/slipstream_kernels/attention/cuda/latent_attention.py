@@ -14,8 +14,7 @@ import torch
 from slipstream_kernels.attention.decode_attention import MAX_QUERY_LEN
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 
@@ -78,7 +77,7 @@ class Workspace:
 
 def refusal(call: LatentCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
-    if (reason := device_refusal(call.q.device, "q is")) is not None:
+    if (reason := hopper_refusal(call.q.device, "q is")) is not None:
         return reason
     if call.q.dtype != torch.bfloat16 or not (call.cache.is_fp8 or call.rows.dtype == torch.bfloat16):
         return f"q is {call.q.dtype} and the cache {call.rows.dtype}, not bfloat16, the cache FP8 rows at most"

@@ -16,8 +16,7 @@ from slipstream_kernels.attention.cuda import prefill_stage
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
 from slipstream_kernels.attention.stage_fp8 import stage_fp8
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 
@@ -61,7 +60,7 @@ class PrefillParams(ctypes.Structure):
 def refusal(call: AttentionCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     q = call.q
-    if (reason := device_refusal(q.device, "q is")) is not None:
+    if (reason := hopper_refusal(q.device, "q is")) is not None:
         return reason
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"

@@ -12,8 +12,7 @@ import torch
 from slipstream_kernels.attention.cuda.prefill_attention import SECTION_BYTES, TYPES, PrefillParams, work_counters
 from slipstream_kernels.attention.ragged_call import RaggedCall
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 
 SOURCE = "sm90_ragged_attention.cu"
@@ -32,7 +31,7 @@ class RaggedParams(PrefillParams):
 
 def refusal(call: RaggedCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
-    if (reason := device_refusal(call.q.device, "q is")) is not None:
+    if (reason := hopper_refusal(call.q.device, "q is")) is not None:
         return reason
     if call.q.dtype not in TYPES:
         return f"q is {call.q.dtype}, not bfloat16 or float16"

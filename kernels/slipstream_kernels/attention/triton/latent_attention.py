@@ -14,8 +14,7 @@ import triton.language as tl
 
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.attention.triton.attention_tiles import find_request
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as hopper_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 
@@ -30,7 +30,7 @@ class RankSumParams(ctypes.Structure):
 
 def refusal(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str | None:
     """Why this device cannot sum so; None if it can."""
-    if (reason := device_refusal(device, "ranks are")) is not None:
+    if (reason := hopper_refusal(device, "ranks are")) is not None:
         return reason
     if dtype not in TYPES or num_ranks > MAX_RANKS:
         return f"{num_ranks} ranks of {dtype}; at most {MAX_RANKS}, of 16 or 32 bits a value, are summed"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_w4a16, skinny_gemm_w4a16
@@ -23,7 +23,7 @@ DEQUANTISE = "sm90_int4_dequantise.cu"
 def refusal(weight: Int4Weight) -> str | None:
     """Why this version cannot serve a canonical weight; None if it can."""
     device = weight.packed.device
-    if (reason := device_refusal(device, "the weight is")) is not None:
+    if (reason := hopper_refusal(device, "the weight is")) is not None:
         return reason
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None:

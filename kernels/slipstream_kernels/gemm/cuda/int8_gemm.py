@@ -10,8 +10,7 @@ import ctypes
 import torch
 
 from slipstream_kernels.cuda import cutlass
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import fields
 from slipstream_kernels.gemm.cuda import cutlass_gemm
 from slipstream_kernels.gemm.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
@@ -45,7 +44,7 @@ def refusal(rows: Int8Rows, weight: torch.Tensor) -> str | None:
 
 def product_refusal(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> str | None:
     """The same of a weight of such sizes, and results of `dtype`."""
-    if (reason := device_refusal(device, "the weight is")) is not None:
+    if (reason := hopper_refusal(device, "the weight is")) is not None:
         return reason
     if dtype not in OUTPUTS:
         return f"results are {dtype}, not bfloat16 or float16"

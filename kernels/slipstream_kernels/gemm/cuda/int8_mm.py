@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.cuda.build import build_refusal
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.gemm import int8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm, skinny_gemm
 
 
 def refusal(values: torch.Tensor) -> str | None:
     """Why this version cannot serve int8 values [out_features, in_features]; None if it can."""
-    if (reason := device_refusal(values.device, "the weight is")) is not None:
+    if (reason := hopper_refusal(values.device, "the weight is")) is not None:
         return reason
     if (reason := int8_layout.refusal(*values.shape)) is not None:
         return reason

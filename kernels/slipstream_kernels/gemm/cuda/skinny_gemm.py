@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import E4M3
@@ -74,7 +73,7 @@ def product_refusal(
 
 
 def _refusal(device: torch.device, operand: torch.dtype, row_bytes: int) -> str | None:
-    if (reason := device_refusal(device, "x is")) is not None:
+    if (reason := hopper_refusal(device, "x is")) is not None:
         return reason
     if operand not in OPERANDS:
         return f"x is {operand}, not bfloat16 or float16"

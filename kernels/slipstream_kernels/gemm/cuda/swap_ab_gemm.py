@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
@@ -78,7 +78,7 @@ def product_refusal(
     device: torch.device, output: torch.dtype, weight: torch.dtype, out_features: int, in_features: int
 ) -> str | None:
     """The same of rows at multiples of 16 bytes, with results of type `output`."""
-    if (reason := device_refusal(device, "weight is")) is not None:
+    if (reason := hopper_refusal(device, "weight is")) is not None:
         return reason
     if output not in OUTPUTS:
         return f"x is {output}, not bfloat16 or float16"

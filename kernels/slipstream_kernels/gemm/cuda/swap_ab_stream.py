@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
@@ -43,7 +43,7 @@ class SwapAbStreamParams(ctypes.Structure):
 @lru_cache
 def product_refusal(device: torch.device, output: torch.dtype, out_features: int, in_features: int) -> str | None:
     """Why this kernel cannot multiply e4m3 rows by a weight of this shape to results of `output`; None if it can."""
-    if (reason := device_refusal(device, "weight is")) is not None:
+    if (reason := hopper_refusal(device, "weight is")) is not None:
         return reason
     if output != torch.bfloat16:
         return f"results are {output}, not bfloat16"

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import build_refusal
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.fp8 import MAX_SUMMED_ROWS, Fp8Rows
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, w4a8_gemm
@@ -26,7 +26,7 @@ assert COLUMNS[-1] == MAX_SUMMED_ROWS  # the stride of activation sums, kSumToke
 
 def refusal(weight: Int4Weight) -> str | None:
     """Why this version cannot serve a canonical weight; None if it can."""
-    if (reason := device_refusal(weight.packed.device, "the weight is")) is not None:
+    if (reason := hopper_refusal(weight.packed.device, "the weight is")) is not None:
         return reason
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     return sizes or build_refusal(

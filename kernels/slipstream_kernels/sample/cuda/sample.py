@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from slipstream_kernels.cuda.build import build_refusal, load
-from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.sample.triton.sample import first_pass, most_groups
@@ -30,7 +30,7 @@ class SampleParams(ctypes.Structure):
 
 def refusal(logits: torch.Tensor) -> str | None:
     """Why this version cannot take these logits; None if it can."""
-    if (reason := device_refusal(logits.device, "logits are")) is not None:
+    if (reason := hopper_refusal(logits.device, "logits are")) is not None:
         return reason
     if logits.data_ptr() % 16 or logits.stride(0) * logits.element_size() % 16:
         return "logits has rows that do not begin at multiples of 16 bytes"
