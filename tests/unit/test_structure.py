@@ -233,6 +233,15 @@ def test_readme_names_only_paths_that_exist() -> None:
     assert not missing
 
 
+def test_readme_names_every_package_and_family_of_kernels() -> None:
+    readme, package, kernels = (ROOT / "README.md").read_text(), ROOT / "backend/slipstream", ROOT / "kernels"
+    folders = [path.parent.name for path in package.glob("*/*.py")] + ["processors.py", "tracing.py"]
+    assert not {name for name in folders if f"\nbackend/slipstream/{name} " not in readme}
+    line = re.search(r"^kernels/slipstream_kernels +by family: ([\w, ]+);", readme, re.M)
+    families = {path.parents[1].name for path in (kernels / "slipstream_kernels").glob("*/*/*.py")} - {"csrc"}
+    assert line and set(line.group(1).split(", ")) == families
+
+
 def test_documents_name_only_paths_that_exist() -> None:
     for page in sorted((ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
