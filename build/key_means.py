@@ -46,7 +46,7 @@ def measure(decoder: Decoder, windows: Tensor) -> tuple[list[Tensor], list[tuple
 
 
 def _keys(decoder: Decoder, windows: Tensor, label: str) -> list[Tensor]:
-    """Of each window in turn, the keys of all layers: [window_tokens, num_kv_heads, head_dim] fp32."""
+    """The keys of all layers, of each window in turn: [window_tokens, num_kv_heads, head_dim] fp32."""
     for window in tqdm(windows, label, unit="window"):
         caches = empty_caches(decoder, -(-len(window) // 64), "auto")
         tokens = window[None].to(decoder.context.device)

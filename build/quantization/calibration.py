@@ -31,7 +31,7 @@ from quantization.forward import BLOCK_SIZE, empty_caches, window_step
 
 @dataclass
 class InputStatistics:
-    """Of a linear layer's inputs: gram = sum of x xᵀ [in, in] fp32, largest magnitude per feature, tokens seen."""
+    """Sums over a layer's inputs: gram = sum of x xᵀ [in, in] fp32, largest magnitude per feature, tokens seen."""
 
     gram: Tensor
     largest: Tensor
@@ -51,7 +51,7 @@ class InputStatistics:
 
     @classmethod
     def together(cls, parts: list[InputStatistics]) -> InputStatistics:
-        """Of all the inputs that the parts saw."""
+        """The statistics of all the inputs that the parts saw."""
         if len(parts) == 1:
             return parts[0]
         largest = torch.stack([part.largest for part in parts]).amax(0)

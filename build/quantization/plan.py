@@ -112,7 +112,7 @@ class Plan:
         return bool(self.algorithms) or self.with_kv_scales
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Of stored scales: AWQ and GPTQ readers expect float16."""
+        """The dtype of stored scales: AWQ and GPTQ readers expect float16."""
         return model_dtype if self.format == "compressed-tensors" else torch.float16
 
     def grid(self, weight: Tensor, importance: Tensor | None, model_dtype: torch.dtype) -> Grid:

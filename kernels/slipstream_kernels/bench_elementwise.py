@@ -107,7 +107,7 @@ def rope_cases(num_rows: int) -> dict[str, tuple[Run, int]]:
 
 
 def microseconds(run: Run, num_launches: int) -> float:
-    """Of one launch: the median of replays of a graph of them."""
+    """The time of one launch: the median of replays of a graph of them."""
     run(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

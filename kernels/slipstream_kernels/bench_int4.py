@@ -44,7 +44,7 @@ def int4_weights(out_features: int, in_features: int, *, for_fp8_rows: bool) -> 
 
 
 def canonical_weights(out_features: int, in_features: int, group_size: int) -> Iterator[Int4Weight]:
-    """Of random codes with zero-points, together larger than the cache."""
+    """Weights of random codes with zero-points, together larger than the cache."""
     for _ in range(max(2, COLD_BYTES // (out_features * in_features // 2))):
         packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
         scales = (0.5 + torch.rand(out_features, in_features // group_size, device="cuda")) * in_features**-0.5 / 4

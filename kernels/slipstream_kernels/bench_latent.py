@@ -45,11 +45,11 @@ class Shape:
         return f"{self.num_heads} heads{rows} B{self.batch} x {self.seq_len}"
 
     def num_tokens(self) -> int:
-        """Of latents, each read once."""
+        """Tokens whose latents are read, each once."""
         return self.batch * self.seq_len
 
     def flops(self) -> int:
-        """Of all pairs of query and key."""
+        """FLOPs of all pairs of query and key."""
         return 2 * self.batch * self.seq_len * self.query_len * self.num_heads * (2 * RANK + ROPE_DIM)
 
 
@@ -86,11 +86,11 @@ class Prompt:
         return f"{self.num_heads} heads {self.num_queries} x {self.num_keys} {self.sizes}"
 
     def num_tokens(self) -> int:
-        """Of keys."""
+        """Tokens of keys."""
         return self.num_keys
 
     def flops(self) -> int:
-        """Of the pairs of query and key that are not masked."""
+        """FLOPs of the pairs of query and key that are not masked."""
         num_pairs = self.num_queries * self.num_keys // (2 if self.is_causal() else 1)
         return 2 * num_pairs * self.num_heads * sum(self.sizes)
 

@@ -57,13 +57,13 @@ def even_routing(num_experts: int, top_k: int, rows: int) -> Routing:
 
 
 def few_tokens(num_experts: int, top_k: int, num_tokens: int) -> Routing:
-    """Of tokens that choose by chance."""
+    """The routing of tokens that choose by chance."""
     logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(num_tokens))
     return ops.route_experts(logits.cuda(), top_k)
 
 
 def int4_weights(num_experts: int, size: tuple[int, int], num_copies: int, fp8_rows: bool) -> list[Int4Weight]:
-    """Of random codes, in the device's order."""
+    """Weights of random codes, in the device's order."""
     weights = canonical_weights(num_experts, size, num_copies, GROUP)
     return [ops.repack_expert_int4(weight, num_experts, fp8_rows=fp8_rows) for weight in weights]
 

@@ -44,7 +44,7 @@ class Shape:
         return f"{self.num_q_heads}/{self.num_kv_heads}x{self.head_dim} {self.batch} x {self.query_len}{after}"
 
     def flops(self) -> float:
-        """Of the pairs of query and key that a causal mask leaves."""
+        """FLOPs of the pairs of query and key that a causal mask leaves."""
         prefix = self.seq_len - self.query_len
         pairs = self.query_len * prefix + self.query_len * (self.query_len + 1) / 2
         return 4.0 * self.batch * self.num_q_heads * self.head_dim * pairs
@@ -68,7 +68,7 @@ class Result:
 
 
 def random_cache(shape: Shape, kv_dtype: torch.dtype) -> KvCache:
-    """Of all blocks of the shape's requests.  Integers are all their codes, scaled to about unit variance."""
+    """A cache with all blocks of the shape's requests.  Integers are all their codes, scaled to about unit variance."""
     num_blocks = shape.batch * -(-shape.seq_len // BLOCK_SIZE)
     dims = (num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     cache = empty_kv_cache(dims, kv_dtype, torch.device("cuda"))

@@ -155,7 +155,7 @@ def _address(given: str | None, variables: Mapping[str, str]) -> tuple[str, int]
 
 
 def _number(name: str, variables: Mapping[str, str], option: str = "") -> int:
-    """Of a variable, in place of an option."""
+    """The number in a variable, in place of an option."""
     value = variables.get(name, "")
     if not is_whole(value, 0, MAX_NUMBER):
         raise ConfigError(option or name, value, f"accepted: a number{f', here or as {name}' if option else ''}")
@@ -163,7 +163,7 @@ def _number(name: str, variables: Mapping[str, str], option: str = "") -> int:
 
 
 def _num_gpus() -> int:
-    """Of this machine or container; one rank without any."""
+    """GPUs of this machine or container; 1 where there are none, for one rank."""
     return len([entry for entry in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", entry.name)]) or 1
 
 

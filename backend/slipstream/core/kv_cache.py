@@ -84,7 +84,7 @@ class KVCacheManager:
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest request that the pool can hold."""
+        """Tokens of the longest request that the pool can hold."""
         return self.groups.max_tokens(self.num_blocks, self.block_size)
 
     # ---- admission: hash, find, check, allocate
@@ -197,7 +197,7 @@ class KVCacheManager:
         return self._extend(request, num_blocks)
 
     def add_blocks(self, requests: Sequence[Request]) -> bool:
-        """Hold one more block for each request. Returns False, changing nothing, if blocks are short. Of caches with
+        """Hold one more block for each request. Returns False, changing nothing, if blocks are short. For caches with
         one group."""
         assert self.groups.num_groups == 1
         blocks = self.pool.allocate(len(requests))

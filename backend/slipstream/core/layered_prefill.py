@@ -70,5 +70,5 @@ class LayeredPrefill:
         return chunk
 
     def share_of(self, chunk: LayeredChunk) -> float:
-        """Of the chunk's work."""
+        """The part of a prompt chunk's work that these layers are."""
         return (chunk.end_layer - chunk.first_layer) / self._num_layers

@@ -49,7 +49,7 @@ def may_be_layered(max_model_len: int, attention_parity: float) -> bool:
 
 
 def _weight(num_computed: int, attention_parity: float) -> float:
-    """Of a token behind so many."""
+    """The weight of a token behind so many."""
     return 1.0 + num_computed / attention_parity
 
 
@@ -85,7 +85,7 @@ class StepPace:
 
     @property
     def least_share(self) -> float:
-        """Of a chunk that is cut by layers, what a step takes in any case: nothing if somebody has set its time."""
+        """The part of a chunk cut by layers that a step takes in any case: nothing if somebody has set its time."""
         return _LEAST_SHARE if self._max_step_s == self._max_ratio == math.inf else 0.0
 
     def is_quiet_due(self, most_tokens: float) -> bool:

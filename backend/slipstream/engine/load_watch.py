@@ -38,7 +38,7 @@ class Report:
 
     @classmethod
     def received(cls, mark: Any, last: Any, waits: Any) -> Report:
-        """Of what another process says."""
+        """The report in what another process says."""
         return cls(str(mark)[:_MAX_CHARS], str(last)[:_MAX_CHARS], waits is True)
 
     @property
@@ -103,7 +103,7 @@ class LoadWatch:
 
     @property
     def numbers_at_work(self) -> list[int]:
-        """Of the other ranks that did not wait when they reported last."""
+        """Numbers of the other ranks that did not wait when they reported last."""
         return [number for number, report in sorted(self._reports.items()) if number and not report.waits]
 
     def look(self, reports: Mapping[int, Report]) -> tuple[int, str]:

@@ -370,7 +370,7 @@ class LeadingWorker:
 
 
 def _setup_of(first: RankSetup, number: int) -> RankSetup:
-    """Of another rank. On its node it has the device of its place there."""
+    """The setup of another rank. On its node it has the device of its place there."""
     own = first.hardware
     hardware = replace(own, parallel=own.parallel.of_number(number))
     if own.device.type == "cuda":

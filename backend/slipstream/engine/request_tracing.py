@@ -120,7 +120,7 @@ def parent_of(parameters: Mapping[str, object]) -> TraceContext | None:
 
 
 def _phases(request: Request, parent: TraceContext, now_ns: int) -> list[Span]:
-    """Of one sequence: queue, prefill, decode, output. A phase that it did not reach is left out."""
+    """The phases of one sequence: queue, prefill, decode, output. A phase that it did not reach is left out."""
     times = request.times
     marks = [times.arrival_ns, times.first_scheduled_ns, times.first_token_ns, times.last_token_ns]
     reached = [mark for mark in marks if mark]

@@ -82,7 +82,7 @@ class StepInputs:
         )
 
     def note_accepted(self, step_id: int, step: ScheduledStep, rows: Mapping[int, list[int]]) -> None:
-        """Of a step that was read and is not committed yet. rows: SampledStep.accepted_rows."""
+        """Keep what a step accepted that was read and is not committed yet. rows: SampledStep.accepted_rows."""
         if step_id not in self._tree_steps:
             return
         self._tree_steps.remove(step_id)

@@ -67,7 +67,9 @@ def read_adapter(folder: Path, model: AdapterModel, dtype: torch.dtype) -> dict[
 
 
 def ranks_of(folder: Path, model: AdapterModel) -> dict[str, int]:
-    """Of each module. Reads the headers alone; raises what read_adapter raises, but for numbers that are not finite."""
+    """The rank of each module. Reads headers alone; does not look for numbers that are not finite.
+
+    Raises what else read_adapter raises."""
     with _opened(folder, model) as (_, tensors, pairs):
         return {module: tensors.get_slice(name_a).get_shape()[0] for module, (name_a, _) in pairs.items()}
 

@@ -302,7 +302,7 @@ class Decoder:
         return slots
 
     def _end_slots(self, names: Names) -> dict[str, WeightSlot]:
-        """Of what stands before and behind the layers."""
+        """Slots of what stands before and behind the layers."""
         shape = self.embedding.num_rows, self.spec.hidden_size
         table_slot = WeightSlot(shape, self._load_embedding, std=shape[1] ** -0.5, rows_axis=0)
         parts = [("embedding", "weight", table_slot), ("final_norm", "weight", self.final_norm.slot())]

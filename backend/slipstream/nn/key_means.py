@@ -119,5 +119,5 @@ def attend_in_fp8(decoder: Decoder, means: list[Tensor] | None) -> None:
 
 
 def zero_means(spec: DecoderSpec) -> list[Tensor]:
-    """Of models with random weights."""
+    """Means for models with random weights."""
     return [torch.zeros(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers]

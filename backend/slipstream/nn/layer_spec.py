@@ -318,7 +318,7 @@ class ExpertsSpec:
 
     @property
     def gate(self) -> LinearSpec:
-        """Of the shared MLP."""
+        """The gate of the shared MLP."""
         return LinearSpec(self.hidden_size, (("shared_expert_gate", 1),))
 
     @property

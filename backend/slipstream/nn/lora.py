@@ -66,7 +66,7 @@ class LoraLinear(Linear):
 
     @property
     def stored_spec(self) -> LinearSpec:
-        """Of all ranks together, as adapters are stored."""
+        """The spec of all ranks together, as adapters are stored."""
         return self._whole
 
     @property
@@ -109,7 +109,7 @@ def make_linear(spec: LinearSpec, context: LayerContext) -> Linear:
 
 @dataclass(frozen=True)
 class LoraPair:
-    """Of one module: a [r, in_features], b [out_features, r] as the checkpoint orders its rows, scaled."""
+    """The matrices of one module: a [r, in_features], b [out_features, r] as the checkpoint orders its rows, scaled."""
 
     a: Tensor
     b: Tensor

@@ -89,7 +89,7 @@ class Parallel:
 
     @property
     def num_ranks(self) -> int:
-        """Of all stages."""
+        """Ranks of all stages."""
         return self.size * self.num_stages
 
     @property

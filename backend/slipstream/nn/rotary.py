@@ -46,7 +46,7 @@ class RopeTables:
 
 
 def table_bytes(attentions: Iterable[AttentionSpec], num_positions: int) -> int:
-    """Of the tables that these layers share."""
+    """Bytes of the tables that these layers share."""
     ropes = {attention.rope for attention in attentions if attention.rope is not None}
     return sum(4 * num_positions * rope.rotary_dim for rope in ropes)
 

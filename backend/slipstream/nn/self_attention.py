@@ -22,7 +22,7 @@ from slipstream.nn.vector import Vector
 
 
 class SelfAttention:
-    """Of several ranks each has some of the heads, and a part of every feature of the result, which is their sum."""
+    """With several ranks each has some of the heads, and a part of every feature of the result, which is their sum."""
 
     def __init__(self, spec: AttentionSpec, norm_eps: float, ropes: RopeTables, context: LayerContext) -> None:
         self.spec = spec

@@ -90,7 +90,7 @@ def check_checkpoint(
 
 
 def _stored_headers(decoder: Decoder, checkpoint_dir: Path) -> dict[str, TensorHeader]:
-    """Of all tensors, by the names that the family reads them as."""
+    """Headers of all tensors, by the names that the family reads them as."""
     family = FAMILIES.get(decoder.spec.architecture)
     return {family.read_as(name): header for name, header in read_headers(checkpoint_files(checkpoint_dir)).items()}
 

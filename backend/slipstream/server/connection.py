@@ -316,7 +316,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _path(self) -> str:
-        """Of the latest request, as far as it was read."""
+        """The path of the latest request, as far as it was read."""
         return self.url.partition(b"?")[0].decode("latin-1")
 
     def _may_answer(self) -> bool:

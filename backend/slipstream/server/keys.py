@@ -84,7 +84,7 @@ def read_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...
 
 
 def read_admin_digest(path: Path | None) -> bytes:
-    """Of the one key in the file of --admin-key-file; b"" without one. Raises ConfigError."""
+    """The digest of the one key in the file of --admin-key-file; b"" without one. Raises ConfigError."""
     if path is None:
         return b""
     try:

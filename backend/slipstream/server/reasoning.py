@@ -41,7 +41,7 @@ def select_reasoning(asked: str, template: str) -> str:
 
 @dataclass(frozen=True)
 class ReasoningUse:
-    """Of one answer. is_open: the prompt ends within the reasoning; is_closed: it ends behind it, so there is none."""
+    """What one answer has of reasoning. is_open: the prompt ends within it; is_closed: behind it, so there is none."""
 
     format: str = ""
     is_open: bool = False

@@ -32,7 +32,7 @@ def with_further_outputs(request: Sampling, model: Model, outputs: tuple[str, ..
 
 
 def output_ids(response: Response) -> list[list[int]]:
-    """Of each sequence of the response. A row has an echoed prompt in front and is padded to the longest."""
+    """Token ids of each sequence of the response. A row has an echoed prompt in front and is padded to the longest."""
     flat, counts = response.integers("output_ids"), response.integers("num_output_tokens")
     width = len(flat) // len(counts)
     num_echoed = width - max(counts)

@@ -20,7 +20,7 @@ CONFIG_FILE, MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class StatedTokens:
-    """Of a checkpoint folder. Raises ConfigError for a file that is not a JSON object."""
+    """What a checkpoint folder states. Raises ConfigError for a file that is not a JSON object."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -28,7 +28,7 @@ class StatedTokens:
         self._names = {**_read(folder / MAP_FILE), **self._settings}
 
     def eos_token_id(self, backend: Tokenizer) -> int | None:
-        """Of the eos_token, None if the folder names none that the vocabulary has."""
+        """The id of the eos_token, None if the folder names none that the vocabulary has."""
         text = self._text("eos_token")
         return None if text is None else backend.token_to_id(text)
 

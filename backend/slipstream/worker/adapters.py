@@ -82,12 +82,12 @@ class AdapterRows:
 
 
 def _num_words(num_tokens: int, num_slots: int) -> int:
-    """Of the tiles of a step."""
+    """Words of the tiles of a step."""
     return ops.count_tiles(num_tokens, num_slots) * (1 + ops.tile_rows(num_tokens))
 
 
 def gather_rows(slots: np.ndarray, num_tokens: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of ops.AdapterTiles, for the rows that have these slots and others up to num_tokens, which have none."""
+    """Arrays of ops.AdapterTiles, for the rows that have these slots and others up to num_tokens, which have none."""
     count, size = ops.count_tiles(num_tokens, num_slots), ops.tile_rows(num_tokens)
     of_tiles = np.full(count, ops.NO_SLOT, dtype=np.int32)
     rows = np.full((count, size), ops.NO_ROW, dtype=np.int32)

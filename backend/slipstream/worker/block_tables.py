@@ -104,13 +104,14 @@ class BlockTables:
         self._free += [self._rows.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self._rows]
 
     def gather(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
-        """Of the first group: [num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the
-        caller may keep."""
+        """Tables of the first group: [num_requests, longest up to a multiple of width_step] int32, -1 pads.
+
+        A copy, which the caller may keep."""
         rows, width = self._rows_and_width(sequence_ids, width_step)
         return self._table[0][rows, :width]
 
     def gather_others(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray | None:
-        """Of the other groups, as wide: [num_groups - 1, num_requests, width]; None if there are none."""
+        """Tables of the other groups, as wide: [num_groups - 1, num_requests, width]; None if there are none."""
         if self.groups.num_groups == 1:
             return None
         rows, width = self._rows_and_width(sequence_ids, width_step)

@@ -27,7 +27,7 @@ class NearCores:
 
 
 def near_cores(pci_address: str, devices: Path = _PCI_DEVICES) -> NearCores | None:
-    """Of a device, by its address like 0000:1b:00.0; None if sysfs does not have it, as in some containers."""
+    """Cores near a device, by an address like 0000:1b:00.0; None if sysfs does not have it, as in some containers."""
     folder = devices / pci_address.lower()
     try:
         node, listed = (folder / "numa_node").read_text(), (folder / "local_cpulist").read_text()
@@ -55,7 +55,7 @@ def bind_near(device: torch.device, devices: Path = _PCI_DEVICES) -> None:
 
 
 def _numbers(listed: str) -> frozenset[int]:
-    """Of a list like 0-3,8,10-11. Raises ValueError."""
+    """The numbers in a list like 0-3,8,10-11. Raises ValueError."""
     found: set[int] = set()
     for part in listed.strip().split(","):
         first, _, last = part.partition("-")

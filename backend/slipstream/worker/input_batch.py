@@ -280,7 +280,7 @@ def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> For
 
 
 def _num_logits(step: StepInput) -> np.ndarray:
-    """Of each request: its last token's row and its drafts', if it samples."""
+    """How many rows of each request sample: its last token's and its drafts'; 0 if it does not sample."""
     counts = np.array(step.samples, dtype=np.int64)
     return counts * (1 + np.array(step.num_drafts, dtype=np.int64)) if step.total_num_drafts else counts
 

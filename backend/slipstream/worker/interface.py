@@ -64,9 +64,10 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedBranches:
-    """Of a step that has verified draft trees, for a model in stages. rows: by index of a request in the step, the rows
-    that hold, row 0 its last token and row 1 + i draft i; only where some of them have to be moved, and of requests
-    that had kept their blocks until the step was read."""
+    """What a step that verified draft trees has accepted, for a model in stages.
+
+    rows: by index of a request in the step, the rows that hold, row 0 its last token and row 1 + i draft i; only where
+    some of them have to be moved, and of requests that had kept their blocks until the step was read."""
 
     step_id: int
     rows: dict[int, list[int]]

@@ -57,7 +57,7 @@ def allocate_planes(layouts: Sequence[KVLayout], num_blocks: int, block_size: in
 
 
 def compactions(pool: PlanePool, groups: KVGroups, device: torch.device) -> list[Compaction]:
-    """Of each group."""
+    """One compaction for each group."""
     if groups.num_groups == 1:
         return [Compaction(pool, device)]
     return [Compaction(pool, device, groups.layers_of(group)) for group in range(groups.num_groups)]

@@ -58,7 +58,7 @@ class LayerGraphs(StepGraphs[LayerShape]):
     def run_eagerly(
         self, batch: ForwardBatch, layers: range, rows: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Of a chunk that does not fit. rows: behind the layers before; returns those behind these. None: of none."""
+        """Run a chunk that fits no graph. rows: behind the layers before; returns those behind these. None: no rows."""
         rows = self._model.forward_layers(batch, self._kv_caches, layers, rows if layers.start else None)
         return None if layers.stop == len(self._model.layers) else rows
 

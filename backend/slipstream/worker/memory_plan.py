@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of a rank of one stage. layers: their numbers in the model. draft_block_bytes: of bytes_per_block."""
+    """Plan of a rank of one stage. layers: their numbers in the model. draft_block_bytes: part of bytes_per_block."""
 
     layers: range
     weight_bytes: int
@@ -26,11 +26,11 @@ class StageMemory:
         return num_blocks * self.bytes_per_block
 
     def total_bytes(self, num_blocks: int) -> int:
-        """Of all that a rank allocates. num_blocks: of the KV pool."""
+        """Bytes of all that a rank allocates. num_blocks: of the KV pool."""
         return self.weight_bytes + self.workspace_bytes + self.pool_bytes(num_blocks)
 
     def row(self, index: int, num_blocks: int) -> tuple[str, int, str]:
-        """Of the plan's table."""
+        """A row of the plan's table: what it is, bytes, a note."""
         pool = size_text(self.pool_bytes(num_blocks))
         note = f"{size_text(self.weight_bytes)} weights, {size_text(self.workspace_bytes)} workspace, {pool} KV pool"
         if self.draft_block_bytes:

@@ -44,5 +44,5 @@ class StageGraphs:
         return self._sets[self._current].load(shape, step)
 
     def replay(self, shape: GraphShape) -> torch.Tensor:
-        """Of the last loaded step. The tensor is its own: it is sent while the next step is computed."""
+        """Compute the last loaded step. The tensor is its own: it is sent while the next step is computed."""
         return self._sets[self._current].replay(shape).clone()

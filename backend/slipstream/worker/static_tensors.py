@@ -130,7 +130,7 @@ class StaticTensors:
         ops.unpack_step_inputs(arrived, tables, self.token_ids[:num_tokens], self.drawn)
 
     def batch(self, shape: StepShape, num_logits: int) -> ForwardBatch:
-        """Of a shape, as its graph reads it; logits_indices: the first num_logits."""
+        """The batch of a shape, as its graph reads it; logits_indices: the first num_logits."""
         num_tokens, num_requests = shape.num_tokens, shape.num_requests
         tables, slots = self.block_tables[:, :num_requests], self.slot_mappings[:, :num_tokens]
         return ForwardBatch(

@@ -61,8 +61,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware,
 
 
 def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
-    """Of latent attention: what lives at once of a step's tokens, absorbed or with keys and values of each head, and of
-    a piece of the tokens before them."""
+    """What latent attention keeps at once: a step's tokens, absorbed or with keys and values of each head, and a piece
+    of the tokens before them."""
     latent = attention.latent
     if latent is None:
         return 0

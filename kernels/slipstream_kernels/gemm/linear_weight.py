@@ -127,7 +127,7 @@ def int4_linear_weight(
     order: Tensor | None = None,
     num_experts: int = 0,
 ) -> LinearWeight:
-    """Of 4-bit weights, canonical or repacked; of experts one below the other.  fp8_rows: the input is quantised."""
+    """A weight of 4 bits, canonical or repacked; experts one below the other.  fp8_rows: the input is quantised."""
     kind = WeightKind(
         _format_of(weight, num_experts),
         weight.out_features // max(num_experts, 1),

@@ -85,7 +85,7 @@ def _needs_bf16_on_gpu(product: Product) -> str | None:
 
 
 def _experts_write_out_refusal(product: Product) -> str | None:
-    """Of weights written out in 16 bits, the type of the rows."""
+    """Why weights are not written out in 16 bits, the type of the rows; None if they are."""
     weight = product.weight
     if product.dtype not in (torch.bfloat16, torch.float16):
         return f"rows are {product.dtype}, not bfloat16 or float16"

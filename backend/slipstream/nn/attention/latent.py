@@ -58,7 +58,7 @@ class LatentBackend:
 
 @dataclass(frozen=True)
 class KeyPiece:
-    """Cached tokens whose keys and values are made at once. Of each prompt: the first, how many, where their rows are.
+    """Cached tokens whose keys and values are made at once. For each prompt: the first, how many, where their rows are.
 
     num_rows: of all; max_len: of one prompt, at most.
     """

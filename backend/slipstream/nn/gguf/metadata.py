@@ -73,7 +73,7 @@ class Metadata:
         return self.get(f"{self.architecture}.{key}", default)
 
     def token_id(self, key: str) -> int | None:
-        """Of a token that the tokenizer's section names; None: it names none."""
+        """The id of a token that the tokenizer's section names; None: it names none."""
         token_id, pieces = self.get(f"tokenizer.ggml.{key}_token_id"), self.get("tokenizer.ggml.tokens")
         if token_id is None:
             return None

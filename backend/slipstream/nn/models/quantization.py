@@ -95,7 +95,7 @@ def _read_gptq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None
 
 
 def _left_out_by_rules(section: HFConfig) -> tuple[str, ...]:
-    """Of GPTQModel's rules "-:pattern", which leave modules unquantised. Raises ConfigError for other rules."""
+    """Patterns of GPTQModel's rules "-:pattern", which leave modules out. Raises ConfigError for other rules."""
     rules = section.values.get(RULES) or {}
     if not isinstance(rules, dict) or not all(rule.startswith(LEFT_OUT) for rule in rules):
         reason = f"gives modules formats of their own; accepted: rules {LEFT_OUT}pattern, of modules left unquantised"

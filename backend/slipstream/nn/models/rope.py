@@ -43,7 +43,7 @@ def read_rope(config: HFConfig, head_dim: int, rotated_part: float | None = None
 
 
 def without_query_scaling(rope: RopeSpec) -> RopeSpec:
-    """Of attention that does not scale queries: it serves the tokens before the first that would be multiplied."""
+    """For attention that does not scale queries: it serves the tokens before the first that would be multiplied."""
     if not rope.query_beta:
         return rope
     told = "up to %d tokens are served: %s scales later queries, which this attention does not"
@@ -52,7 +52,7 @@ def without_query_scaling(rope: RopeSpec) -> RopeSpec:
 
 
 def within_first_chunk(config: HFConfig, rope: RopeSpec) -> RopeSpec:
-    """Of attention that gives far tokens positions of their own (Qwen's models of 1M tokens), which no code here does:
+    """For attention that gives far tokens positions of their own (Qwen's models of 1M tokens), which no code here does:
     it serves the tokens that have the usual ones. Source: dual chunk attention, arXiv:2402.17463."""
     section = config.section(DUAL_CHUNKS)
     if section is None:
@@ -103,7 +103,7 @@ def with_rope_of(config: HFConfig, layer_type: str) -> HFConfig:
 
 
 def read_local_rope(config: HFConfig, head_dim: int, theta: float) -> RopeSpec:
-    """Of layers with a window, in families whose rope_scaling is that of the others. theta: where none is stored."""
+    """The rope of windowed layers, in families whose rope_scaling is that of the others. theta: if none is stored."""
     own = with_rope_of(config, SLIDING)
     return RopeSpec("default", theta, head_dim) if own is config else read_rope(own, head_dim)
 

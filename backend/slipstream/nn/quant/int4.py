@@ -113,7 +113,7 @@ class Int4(QuantMethod):
 
     @property
     def _has_order(self) -> bool:
-        """Of one group a row, the order of its input features says nothing."""
+        """With one group a row, the order of input features says nothing."""
         return self.stored is not None and self.stored.act_order and self.group_size > 0
 
     def _stored_columns(self, spec: LinearSpec) -> int:

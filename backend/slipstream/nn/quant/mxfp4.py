@@ -97,7 +97,7 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_config(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
-    """Of such a checkpoint only experts are stored so, whatever modules_to_not_convert leaves out besides."""
+    """Only the experts of such a checkpoint are stored so, whatever modules_to_not_convert leaves out besides."""
     return StoredFormat(NAME, "block", "scales") if any(".experts." in module for module in modules) else None
 
 

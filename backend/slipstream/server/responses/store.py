@@ -122,7 +122,7 @@ class ResponseStore:
         return total <= self._max_bytes and count <= MAX_STORED_RESPONSES
 
     def _part(self, share: _Share) -> float:
-        """Of the limit that it is nearer to."""
+        """The part that is taken of the limit that it is nearer to."""
         return max(share.num_bytes / self._max_bytes, share.count / MAX_STORED_RESPONSES)
 
 

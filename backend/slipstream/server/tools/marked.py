@@ -92,8 +92,9 @@ class MarkedJsonParser(SteppingParser):
 
 @dataclass(frozen=True)
 class XmlMarks:
-    """Of a call: its begin; then its name; parameters (name, value), each ended by `close`; its end. idle: marks around
-    calls."""
+    """Marks of a call: its begin; then its name; parameters (name, value), each ended by `close`; its end.
+
+    idle: marks around calls."""
 
     begin: str
     name: re.Pattern[str]

@@ -119,7 +119,7 @@ class ToolUse:
 
     @property
     def finish_reason(self) -> str:
-        """Of an answer that calls."""
+        """The finish reason of an answer that calls."""
         return "function_call" if self.is_legacy else "tool_calls"
 
 

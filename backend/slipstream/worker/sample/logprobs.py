@@ -121,7 +121,7 @@ class PromptLogprobs:
             first_row += count
 
     def take(self, step: StepInput, states: Sequence[RequestState]) -> TakenPrompts:
-        """Of requests that sample their first token in this step; removed here."""
+        """Those of requests that sample their first token in this step; removed here."""
         taken = TakenPrompts()
         for index, state in enumerate(states):
             if state.params.prompt_logprobs is None or not step.samples[index]:

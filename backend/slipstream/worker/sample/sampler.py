@@ -57,7 +57,7 @@ class PendingTokens:
         self._copy = HostCopy((token_ids, *logprobs))
 
     def seconds_since(self, other: PendingTokens) -> float | None:
-        """Of the device, between the steps that drew both; both have been read."""
+        """Seconds on the device between the steps that drew both; both have been read."""
         return self._copy.seconds_since(other._copy)
 
     def result(self) -> Sampled:

@@ -119,7 +119,7 @@ class CpuDecodeStep:
         return _Piece(rows, tiles, num_blocks * cache.block_size)
 
     def _masks_of(self, cache: KvCache, sliding_window: int | None) -> list[torch.Tensor]:
-        """Of each piece [requests * num_kv_heads, 1, num_keys]: 0 where a key is seen, else -inf."""
+        """A mask of each piece, [requests * num_kv_heads, 1, num_keys]: 0 where a key is seen, else -inf."""
         key = cache.key.shape, sliding_window
         found = self._masks.get(key)
         if found is None:

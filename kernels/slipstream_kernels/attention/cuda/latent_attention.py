@@ -98,18 +98,18 @@ def refusal(call: LatentCall) -> str | None:
 
 
 def rows_of(call: LatentCall) -> int:
-    """Of a CTA: as few as a request of the mean number of rows needs."""
+    """Rows of a CTA: as few as a request of the mean number of rows needs."""
     rows_of_request = mean_rows(call)
     return next((rows for rows in ROWS if rows >= rows_of_request), ROWS[-1])
 
 
 def mean_rows(call: LatentCall) -> int:
-    """Of the call's requests, rounded up."""
+    """The mean number of rows of the call's requests, rounded up."""
     return -(-call.q.shape[0] * call.q.shape[1] // call.seq_lens.shape[0])
 
 
 def defines_of(call: LatentCall, rows: int) -> tuple[str, ...]:
-    """Of the variant for CTAs of so many rows and the rows of this cache."""
+    """Macros of the variant for CTAs of so many rows and the rows of this cache."""
     of_rows = () if rows == ROWS[-1] else (f"SLIPSTREAM_ROWS={rows}",)
     return (*of_rows, *(FP8_ROWS if call.cache.is_fp8 else ()))
 
@@ -146,7 +146,7 @@ def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:
 
 
 def workspace_bytes(num_sms: int) -> int:
-    """Of a device's workspace, which it keeps."""
+    """Bytes of a device's workspace, which it keeps."""
     return _workspace_rows(num_sms) * (RANK + 2) * 4 + num_sms * 4
 
 

@@ -112,7 +112,7 @@ def _gather(
 
 
 def _scales(cache: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor, n: int) -> torch.Tensor | None:
-    """Of the rows that _gather collects: what broadcasts to [n * num_kv_heads, num_keys]."""
+    """Scales of the rows that _gather collects: what broadcasts to [n * num_kv_heads, num_keys]."""
     if scale is None or cache.dtype == FP8_DTYPE:
         return None if scale is None else scale.repeat(n)[:, None]
     num_heads, block_size = cache.shape[1:3]

@@ -86,7 +86,7 @@ def flags(call: AttentionCall | DecodeCall) -> dict[str, bool]:
 
 
 def strides(call: AttentionCall | DecodeCall) -> tuple[int, int, int]:
-    """Of q's tokens and heads, and of the block tables' requests."""
+    """Strides of q's tokens and heads, and of the block tables' requests."""
     return call.q.stride(0), call.q.stride(1), call.block_tables.stride(0)
 
 

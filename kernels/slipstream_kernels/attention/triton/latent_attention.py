@@ -210,7 +210,7 @@ def _num_splits(call: LatentCall, num_tiles: int) -> int:
 
 @lru_cache
 def has_small_shared_memory(device: torch.device) -> bool:
-    """Of compute capability 8.6, 8.9 or 12.0: 99 KiB a program."""
+    """Whether a program has less than 128 KiB: with compute capability 8.6, 8.9 and 12.0 it has 99."""
     if device.type != "cuda":
         return False
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
