@@ -14,7 +14,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import SpawnProcess
-from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
+from socket import AF_INET, AF_INET6, IPPROTO_TCP, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 
 import uvicorn
 from fastapi import FastAPI
@@ -57,7 +57,8 @@ def _end(*_: object) -> None:
 
 def listen(host: str, port: int) -> socket:
     """Raises ConfigError for an address that cannot be taken."""
-    listening = socket(AF_INET6 if ":" in host else AF_INET)
+    # asyncio sends small packets at once only on sockets that say that they are of TCP, as accepted ones then do
+    listening = socket(AF_INET6 if ":" in host else AF_INET, SOCK_STREAM, IPPROTO_TCP)
     listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
