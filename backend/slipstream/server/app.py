@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from slipstream.server.ledger import Ledger, make_ledger
 from slipstream.server.lora import add_lora
 from slipstream.server.messages.endpoint import count_tokens, send
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
-from slipstream.server.metrics import Metrics, make_file
+from slipstream.server.metrics import Metrics, fetch, make_file
 from slipstream.server.options import GatewayOptions
 from slipstream.server.ranking import rerank, score
 from slipstream.server.responses.endpoint import delete, respond, retrieve
@@ -53,7 +53,9 @@ from slipstream.server.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
+from slipstream.server.shared_call import SharedCall
 from slipstream.server.sleep import add_sleep, is_awake
+from slipstream.server.sse import to_json
 from slipstream.server.tokenize import detokenize, tokenize
 from slipstream.server.tracing import GatewayTracing, make_tracing
 from slipstream.server.unknown_fields import unknown_fields, unknown_message_keys, warning
@@ -129,8 +131,7 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
         version=slipstream.__version__,
         description="OpenAI's API in front of Triton Inference Server.",
         lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # FastAPI would make the schema on the event loop
     )
     _add_generation(app)
     _add_other_apis(app)
@@ -279,21 +280,20 @@ def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> 
             raise ApiError(503, told, code="unavailable")
         return JSONResponse({"status": "ready", "models": names})
 
+    of_triton = SharedCall(partial(fetch, options.metrics_url))
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """The gateway's metrics, then Triton's if metrics_url is set."""
-        text = metrics.render()
-        if options.metrics_url:
-            text += await asyncio.to_thread(_fetch, options.metrics_url)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        text = await of_triton.result() if options.metrics_url else ""
+        return PlainTextResponse(metrics.render() + text, media_type="text/plain; version=0.0.4")
 
+    schema = SharedCall(lambda: to_json(app.openapi()).encode(), is_kept=True)  # takes 0.3 s, the first time
 
-def _fetch(url: str) -> str:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
-            return reply.read().decode("utf-8", "replace")
-    except OSError as error:
-        return f"# Triton's metrics at {url} cannot be read: {error}\n"
+    async def show_schema(request: Request) -> Response:
+        return Response(await schema.result(), media_type="application/json")
+
+    app.add_route("/openapi.json", show_schema, include_in_schema=False)
 
 
 def _add_page(app: FastAPI) -> None:

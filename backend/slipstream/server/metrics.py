@@ -10,8 +10,10 @@ import bisect
 import fcntl
 import mmap
 import os
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 
 ENDPOINTS = ("chat", "completions", "embeddings", "responses", "messages", "rerank", "tokenize", "models", "other")
@@ -205,3 +207,12 @@ def is_alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def fetch(url: str) -> str:
+    """Triton's metrics, or a comment that says why not. Not on the event loop's thread: it may take 5 s."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return reply.read().decode("utf-8", "replace")
+    except (OSError, HTTPException) as error:
+        return f"# Triton's metrics at {url} cannot be read: {error}\n"
