@@ -231,6 +231,24 @@ def test_one_key_drives_out_its_own_answers_and_nobody_elses(
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000 or limit == "number"
 
 
+def test_the_folder_is_looked_through_once_in_many_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4,000 answers kept, a look at each new one took 40 ms of the interpreter, which the event loop needs."""
+    looks = []
+    found = ResponseStore._found
+    monkeypatch.setattr(ResponseStore, "_found", lambda store: looks.append(1) or found(store))
+    monkeypatch.setattr(store_module, "MAX_STORED_RESPONSES", 320)
+    stores = [ResponseStore(tmp_path, 1 << 20, 60, num_workers=2) for _ in range(2)]
+    for number in range(800):
+        assert stores[number % 2].put(b"me", body(f"r{number}"), [])
+        assert number % 50 or len(list(tmp_path.iterdir())) <= 320
+    assert len(looks) <= 800 / 10 and stores[0].get(b"me", "r799") and not stores[0].get(b"me", "r0")
+    num_looks = len(looks)
+    for number in range(60):  # 1 MiB has room for 52 of them
+        assert stores[number % 2].put(b"me", body(f"l{number}", 20_000), [])
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 20
+    assert len(looks) - num_looks < 60
+
+
 def test_what_a_request_may_load_is_bounded_by_the_bodies_together() -> None:
     options = GatewayOptions()
     most = options.max_concurrent_requests * store_module.MAX_STORED_RESPONSE_BYTES

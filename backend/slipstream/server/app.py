@@ -101,7 +101,8 @@ def make_shared(folder: Path, options: GatewayOptions) -> Shared:
 def open_counts(options: GatewayOptions, shared: Shared | None) -> Counts:
     """shared: None for a process on its own."""
     metrics = Metrics(shared.metrics if shared else None, _names(options))
-    store = ResponseStore(shared.responses if shared else None, options.max_stored_bytes, options.stored_response_ttl_s)
+    folder, most_bytes = shared.responses if shared else None, options.max_stored_bytes
+    store = ResponseStore(folder, most_bytes, options.stored_response_ttl_s, options.workers)
     return Counts(metrics, Ledger(len(options.api_keys), shared.ledger if shared else None), store)
 
 
