@@ -102,7 +102,7 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
         (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias", "not in the vocabulary"),
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "an integer"),
         (CHAT, {"structured_outputs": {"regex": "["}}, "structured_outputs", "regex"),
-        (CHAT, {"messages": [{"role": "user", "content": "word " * 4000}]}, "prompt", "tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 4000}]}, "messages", "tokens"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
         (COMPLETIONS, {"prompt": []}, "prompt", "at least 1"),
         (COMPLETIONS, {"prompt": [99999999]}, "prompt", "not in the vocabulary"),

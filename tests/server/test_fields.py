@@ -17,7 +17,9 @@ from patience import PATIENCE_S, wait_until
 from slipstream.commands.serve import check_ports
 from slipstream.core.errors import ConfigError
 from slipstream.server.errors import ApiError, from_grpc
+from slipstream.server.messages.schemas import MessagesRequest
 from slipstream.server.request_log import JsonFormatter, RequestRecord, TextFormatter
+from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.sampling import naming_fields_as_asked
 from slipstream.server.schemas import ChatRequest, CompletionRequest
 from slipstream.server.serve import listen
@@ -213,3 +215,45 @@ def test_errors_of_the_engine_name_what_the_client_sent(fields: dict[str, object
         raise from_grpc(grpc.StatusCode.INVALID_ARGUMENT, f"{ours}: got 5, accepted: {ours} of another kind")
     assert refused.value.param == theirs
     assert refused.value.message == f"{theirs}: got 5, accepted: {ours} of another kind"
+
+
+SCHEMA_OF_TEXT = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+SCHEMA_OF_OUTPUT = {"format": {"type": "json_schema", "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ours", "theirs"),
+    [
+        ({"prompt": "x"}, "text_input", "prompt"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt", "messages"),
+        ({"input": "x"}, "prompt", "input"),
+        ({"input": "x", "max_output_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"input": "x", "text": SCHEMA_OF_TEXT}, "guided_decoding_guide", "text.format"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "guided_decoding_guide", "tools"),
+        ({"max_tokens": 5}, "max_tokens", "max_tokens"),
+        ({"max_tokens": 5, "stop_sequences": ["x"]}, "stop", "stop_sequences"),
+        ({"max_tokens": 5, "output_config": SCHEMA_OF_OUTPUT}, "guided_decoding_guide", "output_config.format"),
+    ],
+)
+def test_errors_of_every_api_name_its_fields(fields: dict[str, object], ours: str, theirs: str) -> None:
+    kind = MessagesRequest if "max_tokens" in fields else ResponsesRequest if "input" in fields else ChatRequest
+    kind = CompletionRequest if "prompt" in fields else kind
+    asked = kind.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
+    with pytest.raises(ApiError) as refused, naming_fields_as_asked(asked):
+        raise from_grpc(grpc.StatusCode.INVALID_ARGUMENT, f"{ours}: is wrong")
+    assert (refused.value.param, refused.value.message) == (theirs, f"{theirs}: is wrong")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prompt: has 600 tokens, accepted: at most 511 (max_model_len=512 less one output token)",
+        "text_input: the prompt has 90000 bytes, accepted: at most 2048 (max_model_len=512 tokens of 4 bytes)",
+        "text_input: the prompt has more than 512 tokens in the first 900 of its 90000 characters, accepted: at most "
+        "511 (max_model_len=512 less one output token)",
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(words: str) -> None:
+    error = from_grpc(grpc.StatusCode.INVALID_ARGUMENT, words)
+    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+    assert error.message.endswith("The prompt is too long: this model's maximum context length is 512 tokens")

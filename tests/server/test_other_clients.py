@@ -109,6 +109,12 @@ def test_litellm_says_what_openai_says(gateway: GatewayProcess, plain: Any, lite
     assert by_responses.output[0].content[0].text
 
 
+def test_litellm_knows_a_prompt_that_is_too_long(gateway: GatewayProcess, litellm: Any) -> None:
+    for words in 3000, 30_000:
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(**of(gateway, "llm"), messages=[{"role": "user", "content": "word " * words}])
+
+
 def test_litellm_calls_tools_and_embeds(fake_gateway: GatewayProcess, litellm: Any) -> None:
     turns = [{"role": "user", "content": script(pieces=CALLS)}]
     answer = litellm.completion(**of(fake_gateway, "hermes"), messages=turns, tools=[TOOL])

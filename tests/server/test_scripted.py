@@ -138,7 +138,8 @@ def test_faults_before_the_first_token(
     for stream in (False, True):
         with pytest.raises(error) as caught:
             ask(fake_client, "plain", {"pieces": [], "fail": fault}, stream=stream)
-        assert caught.value.code == code and fault[1].partition(" [")[0] in caught.value.message
+        words = fault[1].partition(" [")[0].removeprefix("prompt: ")  # a chat's prompt is its messages
+        assert caught.value.code == code and words in caught.value.message
         assert "[" not in caught.value.message.partition("accepted")[2], "the code is told by the status"
         assert caught.value.status_code != 503 or caught.value.response.headers["retry-after"]
 

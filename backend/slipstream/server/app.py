@@ -186,7 +186,8 @@ def _add_other_apis(app: FastAPI) -> None:
     @app.post("/v1/responses", responses=_STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         _note(body, request)
-        return await respond(request.app.state.gateway, body, request)
+        with naming_fields_as_asked(body):
+            return await respond(request.app.state.gateway, body, request)
 
     @app.get("/v1/responses/{response_id:path}", responses=_ERRORS)
     async def response(response_id: str, request: Request) -> Response:
@@ -199,7 +200,8 @@ def _add_other_apis(app: FastAPI) -> None:
     @app.post("/v1/messages", responses={**_STREAMED, **_MESSAGES_ERRORS})
     async def messages(body: MessagesRequest, request: Request) -> Response:
         _note(body, request)
-        return await send(request.app.state.gateway, body, request)
+        with naming_fields_as_asked(body):
+            return await send(request.app.state.gateway, body, request)
 
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS)
     async def message_tokens(body: CountTokensRequest, request: Request) -> Response:

@@ -40,7 +40,9 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }  # Anthropic's
 _FULL = re.compile(r"max_waiting_requests=")
-_TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
+_TOO_LONG = re.compile(
+    r"(?:^prompt: |the prompt )has (?:more than )?\d+ (?:bytes|tokens)(?:.*max_model_len=(\d+))?", re.DOTALL
+)
 
 
 class ApiError(HTTPException):
@@ -110,10 +112,7 @@ def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
     """Triton's answer as ours. The engine names the field first ("top_p: got 3, ..."); that becomes `param`."""
     message = without_code(message)
     if status is grpc.StatusCode.INVALID_ARGUMENT:
-        field = FIELD.match(message)
-        code = "context_length_exceeded" if _TOO_LONG.search(message) else None
-        param = field.group(1) if field else None
-        return ApiError(400, message, code=code, param=_NAMES.get(param, param) if param else None)
+        return _wrong_request(message)
     is_unknown = "unknown model" in message and status is not grpc.StatusCode.UNAVAILABLE
     if status is grpc.StatusCode.NOT_FOUND or is_unknown:
         return ApiError(404, message, code="model_not_found", param="model")
@@ -126,3 +125,15 @@ def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return ApiError(413, message, code="request_too_large")
     return ApiError(500, message, code="internal_error")
+
+
+def _wrong_request(message: str) -> ApiError:
+    """The field by the name that requests have for it. A prompt that is too long is told in the words, too, by which
+    clients of OpenAI's (LiteLLM) and of Anthropic's know it, as they then send a shorter one or ask another model."""
+    field, too_long = FIELD.match(message), _TOO_LONG.search(message)
+    ours = field.group(1) if field else ""
+    param = _NAMES.get(ours, ours)
+    message = param + message.removeprefix(ours)
+    if too_long and too_long[1]:
+        message += f". The prompt is too long: this model's maximum context length is {too_long[1]} tokens"
+    return ApiError(400, message, code="context_length_exceeded" if too_long else None, param=param or None)

@@ -16,7 +16,12 @@ _SPECULATION = frozenset(setting.name for setting in SETTINGS if setting.openai 
 UNLIMITED_TOKENS = MAX_INT32
 # vLLM's fields before structured_outputs -> the key there
 _OLDER_GUIDES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-_RENAMED = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}  # the engine's name -> a chat's
+_RENAMED = {  # the engine's name -> those of chats, of responses and of Anthropic's messages
+    "logprobs": ("top_logprobs",),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "prompt": ("messages", "input"),
+    "stop": ("stop_sequences",),
+}
 
 
 def sampling_parameters(request: Sampling, max_tokens: int | None, response_format: ResponseFormat | None) -> dict:
@@ -58,11 +63,11 @@ def naming_fields_as_asked(request: NamedRequest) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        if error.param == "structured_outputs":
-            ours, theirs = "guided_decoding_guide", _grammar_of(request)
-        else:
-            ours, theirs = error.param or "", _RENAMED.get(error.param or "", "")
-        if getattr(request, theirs, None) is not None and error.message.startswith(f"{ours}: "):
+        ours = error.param or ""
+        fields = type(request).model_fields
+        given = (name for name in _RENAMED.get(ours, ()) if name in fields and getattr(request, name) is not None)
+        theirs = _grammar_of(request) if ours == "structured_outputs" else next(given, "")
+        if theirs and error.message.startswith(f"{ours}: "):
             error.param = theirs
             error.message = theirs + error.message.removeprefix(ours)
         raise
@@ -75,6 +80,10 @@ def _grammar_of(request: NamedRequest) -> str:
             return name
     if guide_of(getattr(request, "response_format", None)) is not None:
         return "response_format"
+    for name in ("text", "output_config"):  # of responses and of Anthropic's messages
+        form = getattr(getattr(request, name, None), "format", None)
+        if form is not None and form.type != "text":
+            return f"{name}.format"
     return "tools" if getattr(request, "tools", None) else "functions"
 
 
