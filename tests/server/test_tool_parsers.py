@@ -116,6 +116,7 @@ CASES: list[tuple[Callable[[], ToolParser], str, str, list[tuple[str, object]]]]
     (of("pythonic"), "[f(a=[1, {'b': '}]\" {'}], c='é\\n'), g()]", "", [("f", A), ("g", B)]),
     (of("pythonic"), "<|python_start|>[x.y(a=-1.5, b=None)]<|python_end|>", "", [("x.y", {"a": -1.5, "b": None})]),
     (of("pythonic"), '[{"name": "g", "arguments": {}}]', "", [("g", B)]),
+    (of("pythonic"), '[{"name": "g", "arguments": {}}]<|python_end|> and more', "", [("g", B)]),
     (of("pythonic"), "[1, 2] are numbers", "[1, 2] are numbers", []),
     (of("pythonic"), "[f(x)]", "[f(x)]", []),
     (of("pythonic"), "[x.y.z(), f(a=1)(b=2)]", "[x.y.z(), f(a=1)(b=2)]", []),

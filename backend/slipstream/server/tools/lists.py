@@ -174,7 +174,11 @@ class PythonicParser:
 
     def _read_entries(self, calls: CallList, text: str) -> list[Event]:
         events, self._text = calls.feed(text)
-        return [*events, *self._give_up()] if calls.is_broken else events
+        if calls.is_broken:
+            return [*events, *self._give_up()]
+        if calls.is_done:
+            self._feed, self._text = self._behind, ""
+        return events
 
     def _size_of_list(self, text: str) -> int:
         """The length of the list, 0 if it is not whole. Goes on where it stopped."""
