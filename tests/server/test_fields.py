@@ -46,6 +46,8 @@ def test_unknown_fields_are_named_with_what_was_perhaps_meant() -> None:
         unknown_fields(body, is_strict=True)
     assert refused.value.param == "temprature" and "(did you mean temperature?) (--strict)" in refused.value.message
     assert unknown_fields(request(user="x", prompt_cache_key="y"), is_strict=True) == []
+    nulls = request(temprature=None, response_format={"type": "text", "b": None}, tools=[{**TOOL, "cache": None}])
+    assert unknown_fields(nulls, is_strict=False) == ["tools[0].function.x-vendor"], "null is as good as none"
 
 
 def test_a_header_of_any_names_is_short_and_plain() -> None:

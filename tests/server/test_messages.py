@@ -162,6 +162,8 @@ def test_an_error_in_a_stream_is_of_anthropics_types(scripted: anthropic.Anthrop
         ({"max_tokens": 0}, "greater than or equal to 1"),
         ({"stop_sequences": ["a"] * 65}, "at most 64"),
         ({"extra_body": {"top_p": 3}}, "accepted: a number from 0 to 1"),
+        ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers: not served"),
+        ({"extra_body": {"container": "x"}}, "container: not served"),
     ],
 )
 def test_wrong_requests(scripted: anthropic.Anthropic, fields: dict, words: str) -> None:

@@ -33,16 +33,19 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "background": ((False,), "an answer is made while its client waits"),
     "conversation": ((), "conversations are kept as answers; use previous_response_id"),
     "prompt_embeds": ((), "a prompt is text or token ids"),
+    "prompt": ((), "no templates of prompts are kept; send what one makes of its variables"),  # of the Responses API
+    "mcp_servers": (([],), "tools are run by the client"),  # of the Messages API, as the next
+    "container": ((), "tools are run by the client"),
 }
 
 
 def unknown_fields(body: BaseModel, is_strict: bool) -> list[str]:
-    """Paths of the fields that are ignored. Raises ApiError (400) for one that is refused."""
+    """Paths of the fields that are ignored; null is as good as none. Raises ApiError (400) for one that is refused."""
     found: list[str] = []
     for name, value in (body.model_extra or {}).items():
         if name in NOT_SERVED:
             _check_not_served(name, value)
-        else:
+        elif value is not None:
             found.append(name)
     found += _nested(body)
     _check_strict(body, found, is_strict)
@@ -112,7 +115,7 @@ def _nested(body: BaseModel) -> Iterator[str]:
 
 def _inside(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, BaseModel):
-        yield from (f"{path}.{name}" for name in value.model_extra or {})
+        yield from (f"{path}.{name}" for name, found in (value.model_extra or {}).items() if found is not None)
         for name in type(value).model_fields:
             yield from _inside(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, list) and value and isinstance(value[0], BaseModel):

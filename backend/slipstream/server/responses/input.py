@@ -13,10 +13,12 @@ Messages = list[dict[str, Any]]
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _SKIPPED = ("reasoning",)  # of an earlier answer: templates leave it out
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def to_chat(request: ResponsesRequest, earlier: Messages) -> ChatRequest:
     """earlier: the messages of previous_response_id. Raises ApiError (400)."""
+    _check_logprobs(request)
     instructions: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     choice = request.tool_choice
     if isinstance(choice, NamedFunction):
@@ -39,6 +41,15 @@ def to_chat(request: ResponsesRequest, earlier: Messages) -> ChatRequest:
         chat_template_kwargs=request.chat_template_kwargs,
         truncate_prompt_tokens=-1 if is_cut else request.truncate_prompt_tokens,
     )
+
+
+def _check_logprobs(request: ResponsesRequest) -> None:
+    """Raises ApiError (400) for log-probabilities, which a client would take from an empty list."""
+    instead = "log-probabilities are not in this API's answers; use /v1/chat/completions"
+    if request.top_logprobs:
+        raise ApiError(400, f"top_logprobs: got {request.top_logprobs}, accepted: 0; {instead}", param="top_logprobs")
+    if _LOGPROBS in (request.include or ()):
+        raise ApiError(400, f"include: got {_LOGPROBS!r}; {instead}", param="include")
 
 
 def _function(tool: Any) -> dict[str, Any]:

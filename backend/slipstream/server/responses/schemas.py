@@ -60,6 +60,7 @@ class ResponsesRequest(TurnRequest):
     store: bool | None = None
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: Annotated[int, bounds_of("logprobs")] | None = None  # 0: answers have no log-probabilities
     user: str | None = None  # accepted without effect, as the rest
     include: Annotated[list[Text], entries(MAX_TOOLS)] | None = None
     max_tool_calls: int | None = None
