@@ -19,6 +19,7 @@ from patience import PATIENCE_S, wait_until
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHAT = POST.replace(b"completions", b"chat/completions")
 MOST_GROWTH_BYTES = 8 << 20
 LIMITS = ["--max-total-header-bytes", str(1 << 20), "--max-total-body-bytes", str(4 << 20), "--max-connections", "200"]
 
@@ -224,6 +225,23 @@ def test_bodies_of_all_connections_together(bounded: GatewayProcess) -> None:
         wait_until(lambda: any_answer(connections, b" 503 "), "a refusal")
         assert rss(bounded) - before < 4 * MOST_GROWTH_BYTES
     wait_until(lambda: bounded.get("/v1/models")[0] == 200, "room again")
+
+
+def test_bodies_that_never_end_keep_no_other_out(bounded: GatewayProcess) -> None:
+    """Of 4 MiB they may have three quarters; the largest give way to those that come."""
+    script = json.dumps({"pieces": ["x"]})
+    turns = [{"role": "user", "content": "a" * 300_000}, {"role": "user", "content": script}]
+    asked = json.dumps({"model": "plain", "messages": turns}).encode()
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(bounded)) for _ in range(10)]
+        for number, connection in enumerate(connections):
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(POST + b"content-length: 1900000\r\n\r\n" + b" " * (990_000 + number))
+        wait_until(lambda: any_answer(connections, b" 503 "), "a refusal")
+        for _ in range(3):
+            answer = stack.enter_context(connect(bounded))
+            answer.sendall(CHAT + b"content-length: %d\r\n\r\n" % len(asked) + asked)
+            assert answer.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def test_pipelined_requests(bounded: GatewayProcess) -> None:

@@ -29,6 +29,8 @@ MAX_PIPELINED_REQUESTS = 16  # requests sent before an earlier answer; each cost
 _PIECE_BYTES = 1 << 14  # bytes per call of the parser, by which a limit may be exceeded
 _LINE_BYTES = 4  # colon, space and line end, which belong to a header, too
 _HANGUP_PERIOD_S = 1.0  # between two checks for a client that has left
+# of max_total_body_bytes: what bodies that are not complete may have, and what is left to them once they have more
+_UNFINISHED, _LEFT_UNFINISHED = 0.75, 0.7
 
 
 class GatewayConfig(uvicorn.Config):
@@ -80,7 +82,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_unparsed_bytes = 0  # the parser keeps a header until the next one begins
         self._has_progress = False  # the parser gave us something of the last piece
         self._unanswered: deque[int] = deque()  # bytes of the headers of requests that are complete, in order
-        self.num_kept_bytes = 0  # part of the pool.s num_bytes
+        self.num_kept_bytes = 0  # part of the pool's num_bytes
+        self.num_body_bytes = 0  # likewise
         self.address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -189,6 +192,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_progress = True
+        if not self._is_refused and not self.cycle.response_complete:  # what comes behind an answer is dropped
+            self._share_body(self.num_body_bytes + len(body))
         if not self._is_refused:
             super().on_body(body)
 
@@ -197,6 +202,7 @@ class BoundedConnection(HttpToolsProtocol):
         if not self._is_refused:
             self._is_in_request = False
             self._expect_nothing()
+            self._share_body(0)
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -230,7 +236,19 @@ class BoundedConnection(HttpToolsProtocol):
                 return self._refuse(*self._turned_away("max_total_header_bytes"))
             other.give_way("max_total_header_bytes")
 
+    def _share_body(self, num_bytes: int) -> None:
+        """Update this connection's share of the worker's incomplete bodies; above the limit, close the largest ones: a
+        client that never ends its body must not keep out those that do."""
+        pool, limit = self._pool, self._limits.max_total_body_bytes
+        pool.num_body_bytes += num_bytes - self.num_body_bytes
+        self.num_body_bytes = num_bytes
+        if num_bytes and pool.num_body_bytes > _UNFINISHED * limit:
+            for connection in pool.by_body():
+                if pool.num_body_bytes > _LEFT_UNFINISHED * limit:
+                    connection.give_way("max_total_body_bytes")
+
     def _keep_nothing(self) -> None:
+        self._share_body(0)
         self._is_in_head, self._num_unparsed_bytes = False, 0
         self._unanswered.clear()
         self._share()
@@ -280,6 +298,9 @@ class BoundedConnection(HttpToolsProtocol):
         """Arguments of _refuse for one of the limits of a worker."""
         if reason == "max_connections":
             message = f"{self._limits.max_connections} connections are open, as many as are accepted"
+        elif reason == "max_total_body_bytes":
+            limit = f"{self._limits.max_total_body_bytes} bytes of all requests together (--max-total-body-bytes)"
+            message = f"Too many request bodies are being kept, accepted: {limit}"
         else:
             limit = f"{self._limits.max_total_header_bytes} bytes of all requests together (--max-total-header-bytes)"
             message = f"Too many headers are being kept, accepted: {limit}"

@@ -1,4 +1,4 @@
-"""Selects the connection to close when a worker reaches its limit of connections or header bytes.
+"""Selects the connections to close when a worker reaches its limit of connections, of header bytes or of body bytes.
 
 Slow clients cost an attacker nothing: a few hundred unfinished requests could occupy all connections for good. So a
 connection that waits for its client is closed in favour of a new one. Event loop thread.
@@ -12,7 +12,8 @@ from typing import Protocol
 
 
 class PooledConnection(Protocol):
-    """A connection. num_kept_bytes: headers of its requests. may_give_way: none of its answers is being sent."""
+    """A connection. num_kept_bytes: headers of its requests. num_body_bytes: of a body that is not complete.
+    may_give_way: none of its answers is being sent."""
 
     @property
     def address(self) -> str: ...
@@ -20,16 +21,20 @@ class PooledConnection(Protocol):
     @property
     def num_kept_bytes(self) -> int: ...
 
+    @property
+    def num_body_bytes(self) -> int: ...
+
     def may_give_way(self) -> bool: ...
 
     def give_way(self, reason: str) -> None: ...
 
 
 class ConnectionPool:
-    """All connections of a worker. num_bytes: their header bytes, counted by the connections."""
+    """All connections of a worker. num_bytes: their header bytes; num_body_bytes: of bodies that are not complete. Both
+    are counted by the connections."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes = self.num_body_bytes = 0
         self._num_of: Counter[str] = Counter()  # by address
         self._idle: dict[PooledConnection, None] = {}  # between two requests, the longest first
         self._reading: dict[PooledConnection, None] = {}  # in the middle of a request, likewise
@@ -73,3 +78,9 @@ class ConnectionPool:
         ]
         largest = max(others, key=lambda connection: connection.num_kept_bytes, default=None)
         return largest if largest is not None and largest.num_kept_bytes else None
+
+    def by_body(self) -> list[PooledConnection]:
+        """The connections with an incomplete body that may give way, the largest body first; of equal ones the one that
+        has waited longest."""
+        found = [connection for connection in self._reading if connection.num_body_bytes and connection.may_give_way()]
+        return sorted(found, key=lambda connection: -connection.num_body_bytes)
