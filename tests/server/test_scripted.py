@@ -281,10 +281,15 @@ def test_too_many_at_once(fake_triton: FakeTriton) -> None:
     fake_triton.cancelled.clear()
     with GatewayProcess(fake_triton.url, ["--max-concurrent-requests", "2", "--no-page"]) as small:
         client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=0, timeout=120)
+        unfinished = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(5)]
+        for connection in unfinished:  # a body that does not come takes no place
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
         held = [ask(client, "plain", {"pieces": ["a"], "hang": True}, stream=True) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as error:
             ask(client, "plain", {})
         assert error.value.response.headers["retry-after"] == "1" and "accepted: 2" in error.value.message
+        unfinished[0].sendall(b"}" * 8)
+        assert unfinished[0].recv(4096).startswith(b"HTTP/1.1 429")
         assert client.models.list().data and small.get("/")[0] == 404, "only what generates is counted; no page"
         held[0].close()
 
@@ -295,6 +300,8 @@ def test_too_many_at_once(fake_triton: FakeTriton) -> None:
 
         wait_until(is_served, "room for one more")
         held[1].close()
+        for connection in unfinished:
+            connection.close()
 
 
 def test_a_model_that_was_there_a_moment_ago(fake_triton: FakeTriton) -> None:

@@ -67,7 +67,6 @@ class Guard:
         endpoint = _endpoint(scope["path"])
         if endpoint in _COUNTED:
             self._tracing.begin(record, _header(scope, b"traceparent").decode("latin-1"))
-        self._metrics.add("requests_in_flight")
         lease = self._tenants.anybody()
         try:
             self._check_host(scope, lease)
@@ -77,6 +76,8 @@ class Guard:
             self._check(scope, endpoint, lease)
             if endpoint in _COUNTED:
                 lease.begin()
+            if endpoint not in _COUNTED or scope["method"] != "POST":
+                self._begin_answer(body)
             scope.setdefault("state", {}).update(lease=lease, record=record, body=body)
             await self._app(scope, partial(self._receive, body, lease), answer)
         except ApiError as error:
@@ -84,7 +85,8 @@ class Guard:
         finally:
             lease.end()
             self._num_body_bytes -= body.num_bytes
-            self._metrics.add("requests_in_flight", -1)
+            if body.is_answered:
+                self._metrics.add("requests_in_flight", -1)
             self._count(endpoint, record, lease)
 
     def _count(self, endpoint: str, record: RequestRecord, lease: Lease) -> None:
@@ -128,13 +130,19 @@ class Guard:
             )
             raise ApiError(415, message, code="unsupported_media_type")
         if endpoint in _COUNTED:
-            num_before = self._metrics.total("requests_in_flight") - 1
-            if num_before >= self._max_requests:
-                message = (
-                    f"{num_before:.0f} requests are being answered, accepted: {self._max_requests}; try again later"
-                )
-                lease.count_refusal("max_concurrent_requests")
-                raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
+            self._check_room(lease)
+
+    def _check_room(self, lease: Lease) -> None:
+        num_before = self._metrics.total("requests_in_flight")
+        if num_before >= self._max_requests:
+            message = f"{num_before:.0f} requests are being answered, accepted: {self._max_requests}; try again later"
+            lease.count_refusal("max_concurrent_requests")
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
+
+    def _begin_answer(self, body: _Body) -> None:
+        """Count a request: one whose body does not come takes no place from those that are answered."""
+        body.is_answered = True
+        self._metrics.add("requests_in_flight")
 
     async def _receive(self, body: _Body, lease: Lease) -> Message:
         """The next part of a body. Without a correct Content-Length, the limit applies to the received bytes."""
@@ -150,6 +158,9 @@ class Guard:
                 told = f"Too many request bodies are being kept, accepted: {limit}; try again later"
                 lease.count_refusal("max_total_body_bytes")
                 raise ApiError(503, told, code="unavailable", retry_after_s=RETRY_AFTER_S)
+            if not (body.is_answered or message.get("more_body", False)):
+                self._check_room(lease)
+                self._begin_answer(body)
         return message
 
     def _too_large(self, lease: Lease) -> ApiError:
@@ -160,10 +171,12 @@ class Guard:
 
 @dataclass(slots=True)
 class _Body:
-    """A request's, which is kept until that is answered. num_bytes: received so far."""
+    """A request's, which is kept until that is answered. num_bytes: received so far. is_answered: the request counts as
+    one that is being answered."""
 
     receive: Receive
     num_bytes: int = 0
+    is_answered: bool = False
 
 
 def _endpoint(path: str) -> str:
