@@ -48,6 +48,7 @@ async def embed_texts(
 
     Raises ApiError for a model that gives no embeddings, for an empty text, and for the limits of the key.
     """
+    http.state.body.end_turn()  # many requests of many texts run at a time
     served = gateway.options.embedding_models
     if not served:
         raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")

@@ -23,6 +23,7 @@ from slipstream.server.options import GatewayOptions
 from slipstream.server.request_log import RequestRecord
 from slipstream.server.tenancy import Lease, Tenants
 from slipstream.server.tracing import GatewayTracing
+from slipstream.server.turns import MAX_READ_AT_ONCE_BYTES, Turn, Turns
 
 logger = logging.getLogger(__name__)
 _ENDPOINTS = {
@@ -57,13 +58,15 @@ class Guard:
         self._max_total_body_bytes = options.max_total_body_bytes
         self._num_body_bytes = 0  # of all unanswered requests of this worker
         self._max_requests = options.max_concurrent_requests
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = RequestRecord(scope["method"], scope["path"])
         record.adopt_id(_header(scope, b"x-request-id").decode("latin-1"))
-        answer, body = _Answer(send, record), _Body(receive)
+        body = _Body(receive)
+        answer = _Answer(send, record, body)
         endpoint = _endpoint(scope["path"])
         if endpoint in _COUNTED:
             self._tracing.begin(record, _header(scope, b"traceparent").decode("latin-1"))
@@ -84,6 +87,7 @@ class Guard:
             await answer.refuse(error)
         finally:
             lease.end()
+            body.end_turn()
             self._num_body_bytes -= body.num_bytes
             if body.is_answered:
                 self._metrics.add("requests_in_flight", -1)
@@ -146,6 +150,8 @@ class Guard:
 
     async def _receive(self, body: _Body, lease: Lease) -> Message:
         """The next part of a body. Without a correct Content-Length, the limit applies to the received bytes."""
+        if body.is_complete:  # who asks for more waits for the client to leave: the request has been read
+            body.end_turn()
         message = await body.receive()
         if message["type"] == "http.request":
             num_bytes = len(message.get("body", b""))
@@ -158,10 +164,17 @@ class Guard:
                 told = f"Too many request bodies are being kept, accepted: {limit}; try again later"
                 lease.count_refusal("max_total_body_bytes")
                 raise ApiError(503, told, code="unavailable", retry_after_s=RETRY_AFTER_S)
-            if not (body.is_answered or message.get("more_body", False)):
-                self._check_room(lease)
-                self._begin_answer(body)
+            if not message.get("more_body", False):
+                await self._complete(body, lease)
         return message
+
+    async def _complete(self, body: _Body, lease: Lease) -> None:
+        body.is_complete = True
+        if not body.is_answered:
+            self._check_room(lease)
+            self._begin_answer(body)
+        if body.num_bytes > MAX_READ_AT_ONCE_BYTES:
+            body.turn = await self._turns.take()
 
     def _too_large(self, lease: Lease) -> ApiError:
         lease.count_refusal("max_body_bytes")
@@ -172,11 +185,17 @@ class Guard:
 @dataclass(slots=True)
 class _Body:
     """A request's, which is kept until that is answered. num_bytes: received so far. is_answered: the request counts as
-    one that is being answered."""
+    one that is being answered. turn: of a large one, until the request has been read."""
 
     receive: Receive
     num_bytes: int = 0
+    is_complete: bool = False
     is_answered: bool = False
+    turn: Turn | None = None
+
+    def end_turn(self) -> None:
+        if self.turn is not None:
+            self.turn.end()
 
 
 def _endpoint(path: str) -> str:
@@ -192,14 +211,15 @@ def _header(scope: Scope, name: bytes) -> bytes:
 class _Answer:
     """`send` that notes status and times, and names the request and what it ignores of it in headers."""
 
-    def __init__(self, send: Send, record: RequestRecord) -> None:
-        self._send, self._record = send, record
+    def __init__(self, send: Send, record: RequestRecord, body: _Body) -> None:
+        self._send, self._record, self._body = send, record, body
         self._has_body = False
         self.lease: Lease | None = None
 
     async def __call__(self, message: Message) -> None:
         if not self._has_body:
             if message["type"] == "http.response.start":
+                self._body.end_turn()
                 self._record.status = message["status"]
                 request_id = self._record.request_id.encode()
                 own = [(b"x-request-id", request_id)]
