@@ -278,6 +278,15 @@ def test_what_cannot_be_converted_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("key", "count"), [("head_count", 0), ("head_count", 7), ("head_count_kv", 3)])
+def test_rows_that_are_not_of_so_many_heads_are_refused(key: str, count: int, file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(damaged(data, f"llama.attention.{key}".encode(), 4, count.to_bytes(4, "little")))
+    part = "attn_q" if key == "head_count" else "attn_k"
+    with pytest.raises(ConfigError, match=rf"tensor blk.0.{part}.weight has \d+ rows, which are no {count} heads"):
+        resolve_checkpoint(str(file))
+
+
 def test_yarns_borders_are_read(tmp_path: Path) -> None:
     metadata = Metadata(
         "toy", {"general.architecture": "qwen2", **{f"qwen2.{key}": value for key, value in YARN.items()}}

@@ -83,6 +83,8 @@ def _dequantised(tensor: Any, metadata: Metadata, dtype: torch.dtype) -> torch.T
         raise metadata.error(f"tensor {tensor.name} is stored as {kind}, which cannot be read: {error}") from error
     values = values.reshape([int(size) for size in reversed(tensor.shape)])
     if (num_heads := heads_of_pairs(tensor.name, metadata)) is not None:
+        if num_heads < 1 or len(values) % (2 * num_heads):
+            raise metadata.error(f"tensor {tensor.name} has {len(values)} rows, which are no {num_heads} heads")
         values = _rows_of_halves(values, num_heads)
     return values.to(dtype).contiguous()
 
