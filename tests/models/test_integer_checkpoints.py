@@ -14,8 +14,10 @@ import pytest
 import torch
 from quantized_checkpoints import Tensors, linear_names, load, logits, make_full, rms_error, store
 from safetensors.torch import load_file
+from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import LinearSpec
+from slipstream.nn.load import weight_bytes
 from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
@@ -135,6 +137,13 @@ def gptq(tensors: Tensors, act_order: bool = False) -> dict[str, torch.Tensor]:
             f"{name}.g_idx": index,
         }
     return held
+
+
+def test_the_plan_counts_an_order_of_input_features(full: Path, tmp_path: Path) -> None:
+    path = store(full, tmp_path, {**GPTQ, "desc_act": True}, lambda tensors: gptq(tensors, act_order=True))
+    decoder = load(path)
+    planned = weight_bytes(ModelConfig(model=str(path), device="cpu"), decoder.spec, torch.float32)
+    assert planned == sum(tensor.nbytes for tensor in decoder.tensors())
 
 
 @pytest.mark.parametrize("act_order", [False, True])

@@ -57,8 +57,8 @@ class Int4(QuantMethod):
         if self.stored is not None and self.stored.has_zeros:
             weights["zeros"] = torch.empty(groups, dtype=torch.uint8, device=device)
         if self._has_order:
-            orders = max(spec.num_experts, 1)
-            weights[GROUP_OF_COLUMN] = torch.full((orders, columns), -1, dtype=torch.int32, device=device)
+            orders = max(spec.num_experts, 1)  # int64, as the order that comes of them: the memory plan counts these
+            weights[GROUP_OF_COLUMN] = torch.full((orders, columns), -1, dtype=torch.int64, device=device)
             if columns != spec.in_features and spec.columns is not None:
                 first = spec.columns[0]
                 weights[OWN_COLUMNS] = torch.tensor([first, first + spec.in_features])
@@ -122,14 +122,14 @@ class Int4(QuantMethod):
 
     def _put(self, weights: Weights, name: str, rows: slice, value: Tensor) -> None:
         if name == GROUP_OF_COLUMN:
-            self._put_groups(weights, rows, value.int())
+            self._put_groups(weights, rows, value.long())
         elif name in weights:  # symmetric checkpoints store zero-points too, which say nothing
             weights[name][rows].copy_(value)
 
     def _put_groups(self, weights: Weights, rows: slice, found: Tensor) -> None:
         """Raises ValueError unless the groups of a part's input features are served beside those of its neighbours."""
         size = self.group_size or found.numel()
-        in_turn = torch.arange(found.numel(), device=found.device, dtype=torch.int32) // size
+        in_turn = torch.arange(found.numel(), device=found.device) // size
         if not torch.equal(found.sort().values, in_turn):
             raise ValueError(f"does not put {size} input features into each group")
         if not self._has_order:
