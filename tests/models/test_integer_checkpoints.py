@@ -198,6 +198,24 @@ def test_indices_may_be_absent_where_they_say_nothing(full: Path, tmp_path: Path
         load(store(full, tmp_path / "none", {**GPTQ, "desc_act": True}, without))
 
 
+def test_biases_of_zeros_are_read_where_the_model_has_none(full: Path, tmp_path: Path) -> None:
+    """Old versions of AutoGPTQ store a bias for each linear layer."""
+
+    def with_biases(value: float) -> Callable[[Tensors], None]:
+        def change(tensors: Tensors) -> None:
+            gptq(tensors)
+            for name in linear_names(full_tensors):
+                tensors.setdefault(f"{name}.bias", torch.full_like(full_tensors[f"{name}.weight"][:, 0], value))
+
+        return change
+
+    full_tensors = load_file(full / "model.safetensors")
+    expected = logits(load(store(full, tmp_path / "without", GPTQ, gptq)))
+    assert torch.equal(logits(load(store(full, tmp_path / "zeros", GPTQ, with_biases(0.0)))), expected)
+    with pytest.raises(ConfigError, match=r"_proj\.bias is not zero, and config\.json implies no such bias; accepted"):
+        load(store(full, tmp_path / "ones", GPTQ, with_biases(1.0)))
+
+
 def group(weights: dict[str, object], inputs: dict[str, object] | None, **fields: object) -> dict[str, object]:
     parts = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     common = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}

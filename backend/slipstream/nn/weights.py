@@ -47,6 +47,7 @@ def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
     stored = _stored_headers(decoder, checkpoint_dir)
     slots, headers = _check_stored(decoder, stored, checkpoint_dir)
     _check_tied_head(decoder, stored)
+    _check_empty_biases(slots, stored)
     if decoder.context.parallel.num_stages > 1:
         names = FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)
         elsewhere = decoder.weight_slots(names).keys() - decoder.own_slots(names).keys()
@@ -115,7 +116,7 @@ def _check_stored(
     headers = {
         name: header
         for name, header in headers.items()
-        if name in slots or not (name.endswith(ignored) or name.startswith(beyond))
+        if name in slots or not (name.endswith(ignored) or name.startswith(beyond) or _is_empty_bias(name, slots))
     }
     _check(slots, headers, checkpoint_dir)
     return slots, headers
@@ -136,6 +137,22 @@ def _check_tied_head(decoder: Decoder, headers: Mapping[str, TensorHeader]) -> N
         f"differs from {table.name}, to which config.json ties it; accepted: tie_word_embeddings: false, or without it"
     )
     raise ConfigError("model", str(head.file), f"tensor {head.name} {reason}")
+
+
+def _is_empty_bias(name: str, slots: Mapping[str, WeightSlot]) -> bool:
+    """Whether it is what old versions of AutoGPTQ store beside words of a layer without a bias: zeros."""
+    module, _, suffix = name.rpartition(".")
+    return suffix == "bias" and name not in slots and f"{module}.qweight" in slots
+
+
+def _check_empty_biases(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]) -> None:
+    for name, header in headers.items():
+        if not _is_empty_bias(name, slots):
+            continue
+        with safe_open(header.file, framework="pt") as tensors:
+            if tensors.get_tensor(header.name).any():
+                reason = "is not zero, and config.json implies no such bias; accepted: zeros"
+                raise ConfigError("model", str(header.file), f"tensor {header.name} {reason}")
 
 
 def _are_equal(one: TensorHeader, other: TensorHeader) -> bool:
