@@ -117,6 +117,15 @@ def test_eight_bit_floats(full: Path, tmp_path: Path, layout: str) -> None:
         torch.testing.assert_close(ours[row], weight @ seen[token], rtol=1e-3, atol=1e-3)
 
 
+def test_experts_that_no_calibration_reached_have_no_say_in_the_scale(full: Path, tmp_path: Path) -> None:
+    stored, _ = store_both(full, tmp_path, *FLOATS["fp8-static"])
+    expected, tensors = logits(load(stored)), load_file(stored / "model.safetensors")
+    for name in ("w1", "w2", "w3"):
+        tensors[f"model.layers.0.block_sparse_moe.experts.0.{name}.input_scale"].zero_()
+    save_file(tensors, stored / "model.safetensors")
+    assert torch.equal(logits(load(stored)), expected)
+
+
 SCHEMES: dict[str, tuple[dict[str, object], dict[str, object] | None, str, str]] = {
     "w4a16-groups": ({**INT4, "strategy": "group", "group_size": 64}, None, "pack-quantized", "wint4"),
     "w4a16-zeros": (
@@ -221,6 +230,19 @@ DOWN, UP = (f"model.layers.1.block_sparse_moe.experts.2.{name}" for name in ("w2
         ),
         (STATIC, fp8("tensor", static=True), lambda t: t.pop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale missing"),
         (STATIC, fp8("tensor"), lambda t: None, "input_scale, .* missing"),
+        (
+            STATIC, fp8("tensor", static=True), lambda t: t[f"{DOWN}.input_scale"].neg_(),
+            f"{DOWN}.input_scale is no finite number of at least 0",
+        ),
+        (
+            STATIC, fp8("tensor", static=True), lambda t: t[f"{DOWN}.input_scale"].fill_(float("nan")),
+            f"{DOWN}.input_scale is no finite number of at least 0",
+        ),
+        (
+            STATIC, fp8("tensor", static=True),
+            lambda t: [scale.zero_() for name, scale in t.items() if name.endswith("w2.input_scale")],
+            r"w2\.\w+ is of a layer whose input scales are all 0; accepted: one above 0",
+        ),
         (DYNAMIC, fp8("tensor", static=True), lambda t: None, "input_scale, .* unexpected"),
         (
             DYNAMIC, fp8("tensor"), lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float()}),

@@ -48,6 +48,21 @@ def held_weight(weights: Weights, num_experts: int) -> ops.LinearWeight:
     )
 
 
+def widen_input_scale(weights: Weights, stored: Tensor) -> None:
+    """Parts merged into one layer share their input: the widest range serves all of them. Experts that no calibration
+    reached may store 0. Raises ValueError for what is no scale."""
+    scale = weights[INPUT_SCALE]
+    if not (stored.isfinite().all() and (stored >= 0).all()):
+        raise ValueError("is no finite number of at least 0")
+    scale.copy_(torch.maximum(scale, stored.to(scale).reshape(())))
+
+
+def require_input_scale(weights: Weights) -> None:
+    """Raises ValueError for a layer whose inputs could not be quantised."""
+    if INPUT_SCALE in weights and not weights[INPUT_SCALE] > 0:
+        raise ValueError("is of a layer whose input scales are all 0; accepted: one above 0")
+
+
 @dataclass(frozen=True)
 class Fp8(QuantMethod):
     """stored: the layout of an FP8 checkpoint; None: the checkpoint is not quantised.
@@ -82,9 +97,7 @@ class Fp8(QuantMethod):
         if suffix == "bias":
             weights["bias"][rows].copy_(tensor)
         elif self.stored is not None and suffix == self.stored.input_scale_name:
-            # parts merged into one layer share their input: the widest range serves all of them
-            scale = weights[INPUT_SCALE]
-            scale.copy_(torch.maximum(scale, tensor.to(scale).reshape(())))
+            widen_input_scale(weights, tensor)
         elif suffix != "weight":
             weights["scale"][rows].copy_(tensor.reshape(-1))
         elif self.stored is not None:
@@ -95,6 +108,7 @@ class Fp8(QuantMethod):
             weights["scale"][rows].copy_(quantised.scales.view(-1))
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
+        require_input_scale(weights)
         return held_weight(weights, num_experts)
 
 

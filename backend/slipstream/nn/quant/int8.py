@@ -13,7 +13,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant.fp8 import INPUT_SCALE
+from slipstream.nn.quant.fp8 import INPUT_SCALE, require_input_scale, widen_input_scale
 from slipstream.nn.quant.method import (
     SHAPE,
     CheckpointTensors,
@@ -79,8 +79,7 @@ class Int8(QuantMethod):
         if suffix == "bias":
             weights["bias"][rows].copy_(tensor)
         elif suffix == INPUT_SCALE:
-            # parts merged into one layer share their input: the widest range serves all of them
-            weights[INPUT_SCALE].copy_(torch.maximum(weights[INPUT_SCALE], tensor.float().reshape(())))
+            widen_input_scale(weights, tensor)
         elif suffix == "weight" and self.stored is None:
             quantised = ops.quantize_int8_weight(tensor)
             values.copy_(quantised.values)
@@ -100,6 +99,7 @@ class Int8(QuantMethod):
         return ops.written_out_bytes("int8", rows, spec.num_experts, spec.num_weights, dtype)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
+        require_input_scale(weights)
         if not self.int8_inputs and not num_experts:
             weights["values"] = ops.repack_int8(weights["values"])
         return ops.int8_weight(
