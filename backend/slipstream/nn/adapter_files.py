@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.adapter_alphas import DEFAULT_ALPHA, alphas_of, are_patterns, is_number
+from slipstream.nn.convert.output import check_size
 from slipstream.nn.hf_config import read_json
 from slipstream.nn.lora import LoraPair, LoraTarget
 from slipstream.nn.models.family import Family
@@ -43,7 +45,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 # Ways to begin, by which PEFT takes a part out of the base model, again where the adapter is loaded.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
-_LARGEST = 1e30
+MAX_CONFIG_BYTES = 1 << 20  # of adapter_config.json; one that names all modules of Llama-70B has 90 kB
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,10 @@ def read_adapter(folder: Path, model: AdapterModel, dtype: torch.dtype) -> dict[
     """Pairs by module, on the host in `dtype`, b with the scale in it. Raises ConfigError naming what is wrong."""
     with _opened(folder, model) as (config, tensors, pairs):
         read = {}
-        for module, (name_a, name_b) in pairs.items():
+        alphas = _alphas(folder, config, pairs)
+        for (module, (name_a, name_b)), alpha in zip(pairs.items(), alphas):
             a, b = tensors.get_tensor(name_a).float(), tensors.get_tensor(name_b).float()
-            scale = _scale(config, _NAME.sub(r"\1", name_a).removeprefix(_PREFIX), len(a))
+            scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
             read[module] = finite_pair(module, a.to(dtype), (b * scale).to(dtype))
         return read
 
@@ -70,7 +73,8 @@ def ranks_of(folder: Path, model: AdapterModel) -> dict[str, int]:
     """The rank of each module. Reads headers alone; does not look for numbers that are not finite.
 
     Raises what else read_adapter raises."""
-    with _opened(folder, model) as (_, tensors, pairs):
+    with _opened(folder, model) as (config, tensors, pairs):
+        _alphas(folder, config, pairs)
         return {module: tensors.get_slice(name_a).get_shape()[0] for module, (name_a, _) in pairs.items()}
 
 
@@ -80,6 +84,7 @@ def _opened(folder: Path, model: AdapterModel) -> Iterator[tuple[dict[str, Any],
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(FIELD, str(folder), f"has no {CONFIG_FILE}; accepted: a folder that PEFT has saved")
     try:
+        check_size(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
         config = read_json(folder / CONFIG_FILE)
     except ConfigError as error:
         raise ConfigError(FIELD, str(folder / CONFIG_FILE), error.accepted) from error
@@ -114,31 +119,19 @@ def _check_config(config: Mapping[str, object], folder: Path) -> None:
             "it belongs to a base model that PEFT has changed; accepted: an adapter that PEFT has converted to LoRA"
         )
         raise ConfigError(FIELD, str(folder), f"init_lora_weights={start!r} of {CONFIG_FILE}: {reason}")
-    if not isinstance(config.get("r", 8), int) or not _is_number(config.get("lora_alpha", 8)):
+    if not isinstance(config.get("r", 8), int) or not is_number(config.get("lora_alpha", DEFAULT_ALPHA)):
         raise ConfigError(FIELD, str(folder), f"r and lora_alpha of {CONFIG_FILE} must be numbers")
-    if not _are_patterns(config.get("alpha_pattern") or {}):
+    if not are_patterns(config.get("alpha_pattern") or {}):
         raise ConfigError(FIELD, str(folder), f"alpha_pattern of {CONFIG_FILE} must hold numbers by pattern")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= _LARGEST
-
-
-def _are_patterns(patterns: object) -> bool:
-    if not isinstance(patterns, dict) or not all(_is_number(alpha) for alpha in patterns.values()):
-        return False
+def _alphas(folder: Path, config: Mapping[str, Any], pairs: Mapping[str, tuple[str, str]]) -> list[float]:
+    """lora_alpha of each pair's module, by the name that PEFT gave it. Raises ConfigError."""
+    names = [_NAME.sub(r"\1", name_a).removeprefix(_PREFIX) for name_a, _ in pairs.values()]
     try:
-        return all(re.compile(pattern) for pattern in patterns)
-    except re.error:
-        return False
-
-
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """PEFT's factor of a module; its patterns match the end of a name."""
-    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
-    found = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?(?:{key})", module))
-    alpha = float(next(found, config.get("lora_alpha", 8)))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        return alphas_of(config, names)
+    except ValueError as error:
+        raise ConfigError(FIELD, str(folder), f"alpha_pattern of {CONFIG_FILE} {error}") from None
 
 
 def _pairs_of(
