@@ -65,6 +65,10 @@ def test_a_pattern_without_end_does_not_hold_up_the_engine(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga' of .* PEFT has changed"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora={'nblocks': 2} of adapter_config.json is not served"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config=.* is not served"),
+        ({"use_rslora": "false"}, "use_rslora of adapter_config.json must be true or false"),
         ({"alpha_pattern": {"(?i)q_proj": 2}}, "alpha_pattern of adapter_config.json must hold numbers by pattern"),
         ({"alpha_pattern": {"x" * (1 << 20): 2}}, r"has \d+ bytes; accepted: at most 1048576"),
     ],
@@ -75,6 +79,17 @@ def test_configs_that_cannot_be_served(
     folder = make_adapter(tmp_path, checkpoint, 1, **config)
     with pytest.raises(ConfigError, match=message):
         read_adapter(folder, model, torch.float32)
+
+
+@pytest.mark.parametrize("other", [f"{Q}.lora_A.weight", f"base_model.model.{Q}.lora_A.default.weight"])
+def test_two_matrices_of_one_module_are_refused(
+    checkpoint: Path, model: AdapterModel, tmp_path: Path, other: str
+) -> None:
+    file = make_adapter(tmp_path, checkpoint, 1) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, other: torch.zeros_like(tensors[f"base_model.model.{Q}.lora_A.weight"])}, file)
+    with pytest.raises(ConfigError, match="which are of one module; accepted: one of them"):
+        read_adapter(tmp_path, model, torch.float32)
 
 
 def test_names_may_lack_what_peft_puts_before_them(checkpoint: Path, model: AdapterModel, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -42,9 +43,13 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 # Ways to begin, by which PEFT takes a part out of the base model, again where the adapter is loaded.
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 MAX_CONFIG_BYTES = 1 << 20  # of adapter_config.json; one that names all modules of Llama-70B has 90 kB
 
 
@@ -119,6 +124,8 @@ def _check_config(config: Mapping[str, object], folder: Path) -> None:
             "it belongs to a base model that PEFT has changed; accepted: an adapter that PEFT has converted to LoRA"
         )
         raise ConfigError(FIELD, str(folder), f"init_lora_weights={start!r} of {CONFIG_FILE}: {reason}")
+    if not isinstance(config.get("use_rslora"), bool | NoneType):
+        raise ConfigError(FIELD, str(folder), f"use_rslora of {CONFIG_FILE} must be true or false")
     if not isinstance(config.get("r", 8), int) or not is_number(config.get("lora_alpha", DEFAULT_ALPHA)):
         raise ConfigError(FIELD, str(folder), f"r and lora_alpha of {CONFIG_FILE} must be numbers")
     if not are_patterns(config.get("alpha_pattern") or {}):
@@ -147,7 +154,11 @@ def _pairs_of(
             raise ConfigError(
                 FIELD, str(file), f"{name} is of no module that adapters may change; accepted: {of_model}"
             )
-        found.setdefault(module, {})[match[2]] = name
+        pair = found.setdefault(module, {})
+        if match[2] in pair:
+            reason = f"holds {pair[match[2]]} and {name}, which are of one module; accepted: one of them"
+            raise ConfigError(FIELD, str(file), reason)
+        pair[match[2]] = name
     if not found:
         raise ConfigError(FIELD, str(file), "holds no tensors")
     for module, pair in found.items():
