@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from slipstream.nn.hf_config import QUANTIZATION, HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
-from slipstream.nn.models.module_lists import PATTERN, check_patterns, entries_of, groups_of, matches
+from slipstream.nn.models.module_lists import PATTERN, check_patterns, entries_of, groups_of, matcher
 from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
@@ -53,10 +53,11 @@ def modules_left_out(section: HFConfig, modules: Collection[str]) -> dict[str, s
     if method == "gptq":
         lists = {RULES: _left_out_by_rules(section)}
     else:
-        lists = {key: tuple(entries_of(section, key)) for key in LISTS.get(method, ())}
+        lists = {key: entries_of(section, key) for key in LISTS.get(method, ())}
     found: dict[str, str] = {}
     for key, entries in lists.items():
-        found |= {module: key for module in modules if any(matches(entry, module) for entry in entries)}
+        is_meant = matcher(entries)
+        found |= {module: key for module in modules if is_meant(module)}
     groups = section.section("config_groups") if method == "compressed-tensors" else None
     if groups is not None:
         rest = [module for module in modules if module not in found]
