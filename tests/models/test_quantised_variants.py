@@ -170,3 +170,34 @@ def test_the_reason_why_none_does(variant: str, tmp_path: Path) -> None:
     model, quantization, reason = REFUSED[variant]
     with pytest.raises(ConfigError, match=reason):
         read_spec(write(tmp_path, model, quantization))
+
+
+OLD_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("quantize_config.json", {**GPTQ, "quant_method": None}, ("wint4", "gptq", 128)),
+        ("quantize_config.json", {**GPTQ, "quant_method": "gptq", "group_size": -1}, ("wint4", "gptq", 0)),
+        ("quant_config.json", OLD_AWQ, ("wint4", "awq", 64)),
+        ("compression_config", compressed("pack-quantized", INT4), ("wint4", "compressed-tensors", 128)),
+        (
+            "compression_config", {**compressed("pack-quantized", INT4), "quant_method": None},
+            ("wint4", "compressed-tensors", 128),
+        ),
+    ],
+)  # fmt: skip
+def test_older_tools_say_it_elsewhere(
+    tmp_path: Path, file: str, content: dict[str, Any], expected: tuple[str, str, int]
+) -> None:
+    content = {key: value for key, value in content.items() if value is not None}
+    if file.endswith(".json"):
+        (tmp_path / file).write_text(json.dumps(content))
+    config = {**PUBLISHED[R1][0], **({} if file.endswith(".json") else {file: content})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = read_spec(tmp_path).stored_format
+    assert stored is not None
+    assert (stored.method, stored.packing, stored.group_size) == expected
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": AWQ}))
+    assert read_spec(tmp_path).stored_format.packing == "awq"  # what config.json says of today counts

@@ -16,7 +16,14 @@ from slipstream.core.errors import ConfigError
 QUANTIZATION = "quantization_config"
 DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 | 4
 LARGEST_INTEGER, LARGEST_NUMBER = (1 << 31) - 1, 1e30  # what int32 and float32 hold, with room for products
-MODELOPT_FILE = "hf_quant_config.json"  # older ModelOpt checkpoints have it instead of quantization_config
+OLD_COMPRESSION = "compression_config"  # what compressed-tensors first called quantization_config
+# files that older versions of ModelOpt, AutoGPTQ and AutoAWQ write instead: the quant_method that they do not state,
+# and under which key they say the rest
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", ""),
+    "quant_config.json": ("awq", ""),
+}
 
 
 class _Required:
@@ -37,6 +44,20 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ConfigError("model", str(path), "must hold a JSON object")
     return values
+
+
+def _quantization(values: dict[str, object], checkpoint_dir: Path) -> dict[str, object]:
+    """quantization_config as older tools write it, if one did."""
+    compression = HFConfig("config.json", values).section(OLD_COMPRESSION)
+    if compression is not None:
+        return {QUANTIZATION: {"quant_method": "compressed-tensors", **compression.values}}
+    file = next((name for name in QUANTIZATION_FILES if (checkpoint_dir / name).exists()), None)
+    if file is None:
+        return {}
+    method, key = QUANTIZATION_FILES[file]
+    whole = HFConfig(file, read_json(checkpoint_dir / file))
+    section = whole.section(key) if key else whole
+    return {QUANTIZATION: {"quant_method": method, **({} if section is None else section.values)}}
 
 
 @dataclass(frozen=True)
@@ -60,13 +81,10 @@ class HFConfig:
             raise ConfigError("model", str(checkpoint_dir), "no such folder")
         generation_path = checkpoint_dir / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        values, beside = read_json(checkpoint_dir / "config.json"), checkpoint_dir / MODELOPT_FILE
-        if values.get(QUANTIZATION) is None and beside.exists():
-            section = cls(MODELOPT_FILE, read_json(beside)).section("quantization")
-            values = {
-                **values,
-                QUANTIZATION: {"quant_method": "modelopt", **({} if section is None else section.values)},
-            }
+        values = read_json(checkpoint_dir / "config.json")
+        text = values.get("text_config")
+        if values.get(QUANTIZATION) is None and not (isinstance(text, dict) and text.get(QUANTIZATION)):
+            values = {**values, **_quantization(values, checkpoint_dir)}
         return cls("config.json", values, generation)
 
     def integer(

@@ -10,8 +10,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.convert.output import new_folder, read_json_if_there, write_json, write_shards
 from slipstream.nn.convert.pickled import pickled_files, read_pickled
 from slipstream.nn.convert.tokenizer import convert_tokenizer, has_tokenizer_to_convert
+from slipstream.nn.hf_config import QUANTIZATION_FILES
 
-_COPIED = ("generation_config.json", "hf_quant_config.json", "preprocessor_config.json")
+_COPIED = ("generation_config.json", "preprocessor_config.json", *QUANTIZATION_FILES)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 

@@ -66,6 +66,7 @@ def modules_left_out(section: HFConfig, modules: Collection[str]) -> dict[str, s
 
 
 def _read_awq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
+    section = section.with_defaults(bits=section.values.get("w_bit"), group_size=section.values.get("q_group_size"))
     _require_four_bits(section)
     version = section.string("version", "gemm")
     if version.lower() != "gemm":
