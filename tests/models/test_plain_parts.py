@@ -13,6 +13,7 @@ import torch
 from paged_forward import PagedForward
 from quantized_checkpoints import PROMPT, Tensors, load, logits, rms_error, store
 from rank_threads import on_each, parallels
+from safetensors.torch import load_file, save_file
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
@@ -120,6 +121,18 @@ def check(full: Path, folder: Path, name: str, entries: str, pattern: str) -> De
     return decoder
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("axis", [0, -1])
+def test_axes_of_one_say_nothing(dense: Path, tmp_path: Path, name: str, axis: int) -> None:
+    """Some tools store scales as a row, others as a column; the same holds for all tensors."""
+    quantization, write, _ = FORMATS[name]
+    stored, _ = store_both(dense, tmp_path, quantization([]), write)
+    expected = logits(load(stored))
+    tensors = {name: tensor.unsqueeze(axis) for name, tensor in load_file(stored / "model.safetensors").items()}
+    save_file(tensors, stored / "model.safetensors")
+    assert torch.equal(logits(load(stored)), expected)
+
+
 def has_quantised(decoder: Decoder, pattern: str) -> bool:
     """Whether any linear layer of which a part's place, as "layers.0.o", matches is quantised."""
     linears = [(index, linear) for index, layer in enumerate(decoder.layers) for linear in layer.linears()]
@@ -206,11 +219,20 @@ def test_an_mtp_module_is_read_as_its_own_tensors_are(latent: Path, tmp_path: Pa
     quantization = compressed([f"re:.*{pattern}.*", "re:.*eh_proj"])
     write = leaving_out(fp8("channel"), rf"{pattern}|eh_proj|shared_head")
     folders = store_both(tmp_path / "full", tmp_path, quantization, write)
-    modules = [MTPModule.load(load(folder), folder, 64) for folder in folders]
+    assert rms_error(*map(mtp_logits, folders)) < 0.15
+
+
+def test_an_mtp_module_whose_scales_have_no_axis(latent: Path, tmp_path: Path) -> None:
+    shutil.copytree(latent, tmp_path / "full")
+    add_mtp(tmp_path / "full")
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": ["eh_proj", "mlp.gate", "shared_head"]}
+    write = leaving_out(fp8("tensor"), "eh_proj|shared_head")
+    assert rms_error(*map(mtp_logits, store_both(tmp_path / "full", tmp_path, quantization, write))) < 0.15
+
+
+def mtp_logits(folder: Path) -> torch.Tensor:
+    module = MTPModule.load(load(folder), folder, 64)
     states = torch.randn(len(PROMPT), 128, generator=torch.Generator().manual_seed(3))
-    found = []
-    for module, folder in zip(modules, folders):
-        forward = PagedForward(load(folder), [PROMPT], block_size=8)
-        with torch.inference_mode():
-            found.append(module.logits(module.forward(forward._batch({0: len(PROMPT)}), states, forward.kv_caches[0])))
-    assert rms_error(*found) < 0.15
+    forward = PagedForward(load(folder), [PROMPT], block_size=8)
+    with torch.inference_mode():
+        return module.logits(module.forward(forward._batch({0: len(PROMPT)}), states, forward.kv_caches[0]))

@@ -32,3 +32,8 @@ class WeightSlot:
     rows_axis: int | None = None
     columns_axis: int | None = None
     says_shape: tuple[int, int] | None = None
+
+
+def long_axes(shape: tuple[int, ...]) -> list[int]:
+    """Axes longer than 1: scalar scales are stored as [], [1] or [1, 1], channel scales as a column or a row."""
+    return [size for size in shape if size != 1]

@@ -22,7 +22,7 @@ from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.stored_names import mtp_layers, tensor_name
-from slipstream.nn.weight_slot import WeightSlot
+from slipstream.nn.weight_slot import WeightSlot, long_axes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -253,7 +253,7 @@ def _check(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader],
         raise ConfigError("model", str(checkpoint_dir), reason)
     for name, header in headers.items():
         slot = slots[name]
-        if _long_axes(header.shape) != _long_axes(slot.shape):
+        if long_axes(header.shape) != long_axes(slot.shape):
             shapes = f"has shape {list(header.shape)}, config.json implies {list(slot.shape)}"
             raise ConfigError("model", str(header.file), f"tensor {name} {shapes}")
         if header.dtype not in slot.dtypes:
@@ -266,11 +266,6 @@ def _in_place_of(name: str, slots: Mapping[str, WeightSlot], headers: Mapping[st
     module = name.rpartition(".")[0]
     others = [other for other in headers if other.rpartition(".")[0] == module and other not in slots]
     return f"; of that module it has {_listed(others)}" if others else ""
-
-
-def _long_axes(shape: tuple[int, ...]) -> list[int]:
-    """Axes longer than 1: scalar scales are stored as [], [1] or [1, 1], channel scales as a column or a row."""
-    return [size for size in shape if size != 1]
 
 
 def _listed(names: list[str]) -> str:
@@ -293,7 +288,7 @@ def _load_file(file: Path, slots: Mapping[str, WeightSlot], parallel: Parallel) 
     with safe_open(file, framework="pt") as tensors:
         for name, slot in slots.items():
             try:
-                slot.load(tensors.get_tensor(name))
+                slot.load(tensors.get_tensor(name).reshape(slot.shape))  # of equal long axes
             except ValueError as error:
                 raise ConfigError("model", str(file), f"tensor {name} {error}") from error
             parallel.note(name)

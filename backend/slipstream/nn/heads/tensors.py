@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.weight_slot import WeightSlot
+from slipstream.nn.weight_slot import WeightSlot, long_axes
 
 T = TypeVar("T")
 # raised by torch for bytes that are no pickle of tensors, besides RuntimeError
@@ -74,7 +74,7 @@ def check(field: str, folder: Path, slots: Mapping[str, WeightSlot], shapes: Map
         what = f"lacks {missing[0]}" if missing else f"holds {unexpected[0]}, which this head has no place for"
         raise ConfigError(field, str(folder), f"{what} ({len(missing)} missing, {len(unexpected)} unexpected)")
     for name, shape in shapes.items():
-        if shape != slots[name].shape:
+        if long_axes(shape) != long_axes(slots[name].shape):
             told = f"{list(shape)}, expected {list(slots[name].shape)}"
             raise ConfigError(field, str(folder), f"tensor {name} has shape {told}: is it for this model?")
 
@@ -83,7 +83,7 @@ def fill(field: str, folder: Path, slots: Mapping[str, WeightSlot], tensors: Map
     """Load every slot. Raises ConfigError as `check`, before anything is loaded."""
     check(field, folder, slots, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in sorted(tensors.items(), key=lambda item: not slots[item[0]].is_index):
-        slots[name].load(tensor)
+        slots[name].load(tensor.reshape(slots[name].shape))
 
 
 def draw(slots: Mapping[str, WeightSlot], context: LayerContext) -> None:
