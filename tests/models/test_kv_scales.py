@@ -53,6 +53,31 @@ def test_every_spelling(writer: str, checkpoint: Path, tmp_path: Path) -> None:
     assert [set(scale.tolist()) for scale in second.kv_scales.values()] == [{0.25}, {0.5}]
 
 
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {},
+            "format": "dense",
+            "kv_cache_scheme": {"num_bits": 8},
+        },
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_a_checkpoint_of_which_the_cache_alone_is_quantised(
+    checkpoint: Path, tmp_path: Path, quantization: dict[str, object]
+) -> None:
+    """Queries are not quantised here, so their scales say nothing."""
+    scales = {f"{LAYER}.{name}_scale": torch.tensor(0.25) for name in ("k", "v", "q")}
+    stored = with_tensors(checkpoint, tmp_path / "c", **scales)
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    decoder = load(stored)
+    assert decoder.spec.stored_format is None
+    assert [set(scale.tolist()) for scale in decoder.layers[1].attention.kv_scales.values()] == [{0.25}, {0.25}]
+
+
 def test_one_scale_for_both_and_one_per_head(checkpoint: Path, tmp_path: Path) -> None:
     num_heads = load(checkpoint).spec.layers[1].attention.num_kv_heads
     per_head = torch.arange(1.0, num_heads + 1)

@@ -103,9 +103,10 @@ def _check_stored(
     names = family.names_of(decoder.spec)
     slots = decoder.weight_slots(names)
     attentions = [layer.attention for layer in decoder.layers]
-    slots |= kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
+    scales = kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
+    slots |= scales
     ignored = family.ignored_suffixes
-    if decoder.spec.stored_format is not None:
+    if decoder.spec.stored_format is not None or scales:
         ignored += UNUSED_SUFFIXES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
         ignored = (*ignored, f"{tensor_name(names, 'lm_head', 0)}.weight")

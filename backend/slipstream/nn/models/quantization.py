@@ -138,9 +138,12 @@ def _read_fp8(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
 
 
 def _read_compressed_tensors(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
-    return read_compressed_tensors(section, modules) if modules else None
+    is_of_cache_alone = section.section("config_groups") is None and section.has("kv_cache_scheme")
+    return None if is_of_cache_alone or not modules else read_compressed_tensors(section, modules)
 
 
 def _read_modelopt(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
+    if section.has("kv_cache_quant_algo") and not section.has("quant_algo"):
+        return None
     section.choice("quant_algo", ("FP8",))
     return StoredFormat("fp8", "tensor", static_inputs=True) if modules else None
