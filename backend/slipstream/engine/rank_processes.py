@@ -48,6 +48,11 @@ class RankFailure(EngineError):
         self.number, self.is_own = number, is_own
 
 
+def start_process(command: list[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """A process that has these of our file descriptors, under their numbers."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+
+
 class RankProcess:
     """The process of one other rank, and the connection to it. The process ends with the thread that makes this."""
 
@@ -57,11 +62,7 @@ class RankProcess:
         path = [place for place in sys.path if place]  # without the current directory, for safety
         fds = theirs.fileno(), their_reports.fileno()
         arguments = [str(fds[0]), str(os.getpid()), str(fds[1])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(path=path), *arguments],
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-        )
+        self._process = start_process([sys.executable, "-c", _START.format(path=path), *arguments], fds)
         theirs.close()
         their_reports.close()
         self.connection, self._reports = Connection(ours.detach()), Connection(our_reports.detach())
