@@ -7,8 +7,10 @@ With num_ahead=1 each step is scheduled before the previous one is committed, wi
 
 from __future__ import annotations
 
+import functools
 import math
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, chain
 
 from slipstream.core.config import SchedulerConfig
 from slipstream.core.kv_cache import KVCacheManager
@@ -24,10 +26,22 @@ from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 VOCAB = 1009
 SIZE = 4  # block_size
+CHUNK = 64  # tokens
+
+
+def _hashes(state: int, token_ids: Sequence[int]) -> list[int]:
+    return list(accumulate(token_ids, lambda state, token: hash((state, token)), initial=state))[1:]
+
+
+_hashes_of_chunk = functools.lru_cache(1 << 13)(_hashes)
 
 
 def prefix_hashes(token_ids: list[int]) -> list[int]:
-    return list(accumulate(token_ids, lambda state, token: hash((state, token)), initial=1))[1:]
+    """Of each prefix. A request's next step asks for nearly the same ones: those of whole chunks are kept."""
+    hashes, num_whole = [1], len(token_ids) - len(token_ids) % CHUNK
+    for start in range(0, num_whole, CHUNK):
+        hashes += _hashes_of_chunk(hashes[-1], tuple(token_ids[start : start + CHUNK]))
+    return hashes[1:] + _hashes(hashes[-1], token_ids[num_whole:])
 
 
 def next_token(token_ids: list[int], seed: int = 0) -> int:
@@ -129,10 +143,9 @@ class FakeLLM:
         for group, (table, first) in enumerate(group_tables(request, groups, first_seen)):
             for position in range(row.num_computed_tokens, end):
                 self._slots[table[position // size]][position % size] = (group, hashes[position])
-            for position in range(first, end):
-                seen = self._slots[table[position // size]][position % size]
-                lost = f"request {request.sequence_id} lost the KV of position {position} in group {group}"
-                assert seen == (group, hashes[position]), lost
+            seen = list(chain.from_iterable(map(self._slots.__getitem__, table[first // size : -(-end // size)])))
+            lost = f"request {request.sequence_id} lost KV of positions {first} to {end} in group {group}"
+            assert seen[first % size :][: end - first] == [(group, one) for one in hashes[first:end]], lost
         assert row.samples == (end >= len(known))
         return self._sample(request, known) if row.samples else []
 

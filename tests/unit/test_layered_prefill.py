@@ -264,6 +264,7 @@ def test_steps_keep_a_bound_that_no_chunk_would(num_ahead: int) -> None:
     assert sum(step.layered is not None for step in llm.steps) > 100
     assert llm.emitted[prompt.sequence_id] == continuation(prompt.prompt_token_ids, prompt.num_output_tokens)
     assert all(stream in step.requests for step in llm.steps[2:])
+    llm.scheduler.finish(stream, FinishReason.CANCELLED)
     llm.run()
 
 
