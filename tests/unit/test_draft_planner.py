@@ -12,7 +12,8 @@ import pytest
 from simulated_server import SimulatedServer
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, _Load
+from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, _Load, update_after_verify
+from slipstream.core.stats import Stats, accepted_metric, drafted_metric
 from slipstream.core.step_costs import StepCosts, Surplus
 from slipstream.worker.spec_decode.medusa import default_choices
 
@@ -300,3 +301,26 @@ def test_steps_in_which_ngrams_find_nothing_count_against_them(empty_share: floa
             planner.observe("ngram", 5, [0, 1, 2, 3])
             planner.measure(MeasuredStep(1, 6, 1.28e-3, 4.0, "ngram"))
     assert num_drafting == 1000 if pays else num_drafting < 100
+
+
+def test_drafts_stop_where_one_would_be_left_and_begin_again_at_three() -> None:
+    """One does not pay for its verification, and what stops at two would come and go with each request."""
+    planner, found = DraftPlanner(free_tokens=12), []
+    request = Request([1, 2, 3], SamplingParams(max_tokens=4))
+    request.speculation = Speculation("ngram", 8, "exact")
+    for num_running in (1, 4, 6, 4, 3, 4, 12, 24):
+        planner.begin_step(num_running)
+        found.append(planner.num_drafts(request))
+    assert found == [8, 2, 0, 0, 3, 2, 0, 0]
+
+
+@pytest.mark.parametrize(("parents", "drafted"), [([], [1, 1, 1, 0]), ([-1, 0, 0], [1, 1, 0, 0])])
+def test_verified_drafts_are_counted_by_their_place(parents: list[int], drafted: list[int]) -> None:
+    stats, request = Stats(), Request([1, 2, 3], SamplingParams(max_tokens=8))
+    request.speculation = Speculation("ngram", 8, "exact")
+    request.draft_token_ids, request.draft_parents = [4, 5, 6], parents
+    update_after_verify(request, 2, stats)
+    counts = stats._values.counts
+    assert [counts.get(drafted_metric("ngram", place), 0) for place in range(1, 5)] == drafted
+    assert [counts.get(accepted_metric("ngram", place), 0) for place in range(1, 5)] == [1, 0, 0, 0]
+    assert (request.num_drafted_tokens, request.num_accepted_tokens, request.draft_token_ids) == (3, 1, [])

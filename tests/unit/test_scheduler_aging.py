@@ -153,3 +153,22 @@ def test_ended_requests_are_not_kept_until_their_deadline() -> None:
             request.status = RequestStatus.FINISHED
     assert len(queue) < 1100
     assert len(queue.pop(2e9)) == 500 and not len(queue)
+
+
+def test_a_request_that_has_started_in_time_still_has_its_deadline() -> None:
+    queue, request = ExpiryQueue(), distinct(1, 0)
+    request.queue_deadline, request.deadline = 1.0, 5.0
+    queue.add(request)
+    request.queue_deadline = None
+    assert queue.pop(1.0) == queue.pop(4.9) == [] and queue.pop(5.0) == [request] and not len(queue)
+
+
+def test_expiries_are_rarely_searched_for_ended_requests_where_none_ends() -> None:
+    queue, num_searched = ExpiryQueue(), 0
+    for _ in range(2000):
+        request = distinct(1, 0)
+        request.deadline = 1e9
+        before = queue._heap
+        queue.add(request)
+        num_searched += queue._heap is not before
+    assert len(queue) == 2000 and 1 <= num_searched <= 10

@@ -31,6 +31,8 @@ def add(llm: FakeLLM, *requests: Request) -> None:
         ({"words": [[9, 5], [1, 2]]}, 3, FinishReason.STOP, 2),
         ({"words": [[-1, 0]]}, 12, FinishReason.LENGTH, None),
         ({"stop": [11]}, 12, FinishReason.STOP, 11),
+        ({"eos": 0}, 1, FinishReason.STOP, None),  # drawn by the step of the prompt, not by one of decodes alone
+        ({"stop": [0]}, 1, FinishReason.STOP, 0),
     ],
 )
 def test_stop_conditions(
@@ -63,7 +65,13 @@ def test_stop_conditions(
 
 @pytest.mark.parametrize(
     ("params", "expected"),
-    [({}, {2, 7}), ({"end_id": 5}, {5}), ({"end_id": -1}, set()), ({"ignore_eos": True, "end_id": 5}, set())],
+    [
+        ({}, {2, 7}),
+        ({"end_id": 5}, {5}),
+        ({"end_id": 0}, {0}),
+        ({"end_id": -1}, set()),
+        ({"ignore_eos": True, "end_id": 5}, set()),
+    ],
 )
 def test_end_tokens_never_are_negative(params: dict[str, object], expected: set[int]) -> None:
     request = make_request([1, 2, 3], 12, **params)
