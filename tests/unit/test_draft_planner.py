@@ -324,3 +324,24 @@ def test_verified_drafts_are_counted_by_their_place(parents: list[int], drafted:
     assert [counts.get(drafted_metric("ngram", place), 0) for place in range(1, 5)] == drafted
     assert [counts.get(accepted_metric("ngram", place), 0) for place in range(1, 5)] == [1, 0, 0, 0]
     assert (request.num_drafted_tokens, request.num_accepted_tokens, request.draft_token_ids) == (3, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("num_empty", "plain_s", "num_steps", "expected"),
+    [
+        (33, 0.01, 64, True),
+        (17, 0.01, 32, True),
+        (32, 0.01, 64, False),
+        (64, 0.03, 64, False),
+        (64, 0.02, 64, False),
+        (1, 0.01, 1, False),
+    ],
+)
+def test_plain_steps_are_tried_where_most_have_no_drafts_and_take_longer(
+    num_empty: int, plain_s: float, num_steps: int, expected: bool
+) -> None:
+    load = _Load()
+    for _ in range(num_steps):
+        load.speculating.add(0.02, 1.0)
+    load.num_empty = num_empty
+    assert load.needs_trial(plain_s) is expected
