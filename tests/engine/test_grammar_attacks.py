@@ -205,7 +205,7 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
 ) -> None:
     host = limited._structured._host
     monkeypatch.setattr(host, "_limits", replace(host._limits, max_step_ms=100))
-    monkeypatch.setattr(grammar_host, "_KILL_DELAY_S", 0.2)
+    monkeypatch.setattr(grammar_host, "_KILL_DELAY_S", PATIENCE_S)
     told = _submit(limited, LETTERS)
     while not next(iter(told.values())).token_ids:
         run_steps(limited, told, 1)
@@ -213,6 +213,7 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
     os.kill(worker, signal.SIGSTOP)
     run_steps(limited, told)
     assert not limited.has_work and not host.is_idle
+    monkeypatch.setattr(grammar_host, "_KILL_DELAY_S", 0.2)
     deadline = time.monotonic() + PATIENCE_S
     while worker in workers_of(limited) and time.monotonic() < deadline:
         limited.wait(0.05)
