@@ -67,6 +67,7 @@ def test_a_call_that_waits_for_a_lost_rank_for_ever_is_given_up(tiny_llama: Path
 def test_a_load_that_is_interrupted_ends_its_ranks(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches the thread that waits, not the one that loads."""
     monkeypatch.setattr(rank_processes, "_START", slow_loader.start_of(1, 3600.0, notes=False))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # of a run in the background it may be
 
     def interrupt() -> None:
         wait_until(lambda: bool(children_of(os.getpid(), "slow_loader")), "the rank to begin")
@@ -74,8 +75,11 @@ def test_a_load_that_is_interrupted_ends_its_ranks(tiny_llama: Path, monkeypatch
 
     sender = threading.Thread(target=interrupt)
     sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        LLM(str(tiny_llama), **SETTINGS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LLM(str(tiny_llama), **SETTINGS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     sender.join()
     wait_until(lambda: not has_thread(), "the load to end")
     assert not children_of(os.getpid(), "slow_loader")

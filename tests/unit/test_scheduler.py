@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 from fake_llm import FakeLLM, continuation, make_llm, make_request
 from slipstream.core import scheduler
-from slipstream.core.admission import check_capacity
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -278,10 +277,10 @@ def test_full_means_capacity_error_and_a_group_comes_whole_or_not_at_all() -> No
     assert llm.scheduler.num_waiting == 2
     for num_arriving in (0, 1):
         with pytest.raises(RequestError, match="n: got 4, accepted: at most 3"):
-            check_capacity(llm.scheduler, num_arriving, 4)  # however little runs
+            llm.scheduler.check_capacity(4, num_arriving)  # however little runs
     add(llm, make_request(7))
     with pytest.raises(CapacityError):
-        check_capacity(llm.scheduler, 1, 0)
+        llm.scheduler.check_capacity(0, 1)
     with pytest.raises(CapacityError):
         add(llm, make_request(8))
     llm.step()
