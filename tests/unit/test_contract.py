@@ -193,6 +193,19 @@ def test_sequences_of_one_response_are_stacked_in_their_order() -> None:
     }
 
 
+def test_drafts_of_all_sequences_of_one_response_count() -> None:
+    names = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+    tensors = (tensor("text_input", "fox"), tensor("num_return_sequences", 2))
+    client = parse_request(request(*tensors, outputs=names), CONFIG, TOKENIZER)
+    outputs = []
+    for index, accepted, drafted in ((0, 1, 4), (1, 5, 8)):
+        sequence = replace(client.request, sequence_index=index)
+        sequence.num_accepted_tokens, sequence.num_drafted_tokens = accepted, drafted
+        outputs.append(RequestOutput(sequence, "", [], finish_reason=FinishReason.STOP))
+    assert answers(encode_gathered(client, outputs)) == dict(zip(names, [((1,), [0.5]), ((1,), [6]), ((1,), [12])]))
+    assert answers(encode_response(client, outputs[0])) == dict(zip(names, [((1,), [0.25]), ((1,), [1]), ((1,), [4])]))
+
+
 @pytest.mark.parametrize(
     ("config", "values", "outputs"),
     [

@@ -21,6 +21,7 @@ from slipstream.protocol.request_parser import ClientRequest
 _INDEX = {spec.name: index for index, spec in enumerate(OUTPUTS)}
 _DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _TEXT = _INDEX["text_output"]
+_OF_DRAFTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
 _LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Encoded = tuple[tuple[int, ...], bytes]  # shape, data
@@ -75,11 +76,14 @@ def encode_gathered(client: ClientRequest, outputs: Sequence[RequestOutput]) -> 
     """The final response of a request that `is_gathered`. outputs: the whole of each sequence.
 
     An output of declared shape [-1] has an entry per sequence, one of [-1, -1] a row, padded with zeros to the longest;
-    one of [1] is the first sequence's.
+    one of [1] is the first sequence's, but counts of drafts, and their share, are of all.
     """
     ordered = sorted(outputs, key=lambda output: output.request.sequence_index)
     tensors = []
     for name in client.outputs:
+        if name in _OF_DRAFTS:
+            tensors.append((_INDEX[name], *_of_drafts(name, ordered)))
+            continue
         parts = [ENCODERS[name](client, output) for output in ordered]
         tensors.append((_INDEX[name], *(parts[0] if _DIMS[name] == (1,) else _stacked(parts))))
     return wire.tensor_response(client.handle, wire.ResponseFlag.FINAL, tensors)
@@ -182,6 +186,15 @@ def _share(part: int, whole: int) -> Encoded:
     return _scalar("f", part / whole if whole else 0.0)
 
 
+def _of_drafts(name: str, outputs: Sequence[RequestOutput]) -> Encoded:
+    """One of _OF_DRAFTS over the sequences of these outputs."""
+    accepted = sum(output.request.num_accepted_tokens for output in outputs)
+    drafted = sum(output.request.num_drafted_tokens for output in outputs)
+    if name == "acceptance_rate":
+        return _share(accepted, drafted)
+    return _scalar("i", accepted if name == "total_accepted_draft_tokens" else drafted)
+
+
 # One row per output of the contract (tests/unit/test_contract.py holds the two together).
 ENCODERS: dict[str, Callable[[ClientRequest, RequestOutput], Encoded]] = {
     "text_output": lambda c, o: _string(o.text),
@@ -216,7 +229,7 @@ ENCODERS: dict[str, Callable[[ClientRequest, RequestOutput], Encoded]] = {
     "first_scheduled_time_ns": lambda c, o: _scalar("q", o.request.times.first_scheduled_ns),
     "first_token_time_ns": lambda c, o: _scalar("q", o.request.times.first_token_ns),
     "last_token_time_ns": lambda c, o: _scalar("q", o.request.times.last_token_ns),
-    "acceptance_rate": lambda c, o: _share(o.request.num_accepted_tokens, o.request.num_drafted_tokens),
-    "total_accepted_draft_tokens": lambda c, o: _scalar("i", o.request.num_accepted_tokens),
-    "total_draft_tokens": lambda c, o: _scalar("i", o.request.num_drafted_tokens),
+    "acceptance_rate": lambda c, o: _of_drafts("acceptance_rate", [o]),
+    "total_accepted_draft_tokens": lambda c, o: _of_drafts("total_accepted_draft_tokens", [o]),
+    "total_draft_tokens": lambda c, o: _of_drafts("total_draft_tokens", [o]),
 }
