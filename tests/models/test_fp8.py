@@ -49,6 +49,7 @@ def compressed_tensors(weights: dict[str, object], inputs: dict[str, object], **
 
 
 CHANNELS = compressed_tensors({"strategy": "channel"}, {"strategy": "token", "dynamic": True})
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +148,9 @@ def test_transformers_reads_the_same_blocks(checkpoint: Path, tmp_path: Path) ->
     torch.testing.assert_close(decoder.layers[0].attention.qkv(torch.eye(128)), weight.t() + bias, rtol=1e-5, atol=1e-5)
 
 
-def test_stored_channels(checkpoint: Path, tmp_path: Path) -> None:
-    stored, made = load(store(checkpoint, tmp_path, CHANNELS, by_channel)), load(checkpoint, quantization="fp8")
+@pytest.mark.parametrize("quantization", [CHANNELS, FBGEMM], ids=["compressed-tensors", "FBGEMM"])
+def test_stored_channels(checkpoint: Path, tmp_path: Path, quantization: dict[str, object]) -> None:
+    stored, made = load(store(checkpoint, tmp_path, quantization, by_channel)), load(checkpoint, quantization="fp8")
     assert torch.equal(logits(stored), logits(made))
 
 

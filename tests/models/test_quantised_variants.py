@@ -76,6 +76,16 @@ SERVED = {
         R1, compressed("int-quantized", {**FP8, "type": "int"}, {**TOKEN, "type": "int"}), "w8a8_int8"
     ),
     "R1-Distill-Llama-8B ModelOpt": (R1, {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    "as Llama-3.1-405B-FP8, attention and a first layer in 16 bits": (
+        R1,
+        {
+            "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": [
+                "lm_head", *(f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
+                *(f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(32) for part in "qkvo"),
+            ],
+        },
+        "fp8",
+    ),
     "R1-Distill-Qwen-1.5B AWQ": ("DeepSeek-R1-Distill-Qwen-1.5B", AWQ, "wint4"),
     "Mistral-Small-24B FP8": (
         "Mistral-Small-24B-Instruct-2501", compressed("float-quantized", {**FP8, "strategy": "tensor"}, STATIC), "fp8"

@@ -1,4 +1,4 @@
-"""config.json's quantization_config -> StoredFormat: fp8, compressed-tensors, ModelOpt, AWQ and GPTQ checkpoints.
+"""config.json's quantization_config -> StoredFormat: fp8, FBGEMM, compressed-tensors, ModelOpt, AWQ, GPTQ checkpoints.
 
 Whatever the served layers could not honour is refused here, by name, before any weight is read.
 """
@@ -23,6 +23,7 @@ LISTS = {  # of modules that are left unquantised
     "fp8": ("modules_to_not_convert", "ignored_layers"),
     "compressed-tensors": ("ignore",),
     "modelopt": ("ignore", "exclude_modules"),
+    "fbgemm_fp8": ("modules_to_not_convert",),
 }
 
 
@@ -40,6 +41,7 @@ def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed_tensors,
         "modelopt": _read_modelopt,
+        "fbgemm_fp8": _read_fbgemm,
         **CONFIG_READERS,
     }
     read = readers[section.choice("quant_method", tuple(readers))]
@@ -147,3 +149,9 @@ def _read_modelopt(section: HFConfig, modules: Sequence[str]) -> StoredFormat | 
         return None
     section.choice("quant_algo", ("FP8",))
     return StoredFormat("fp8", "tensor", static_inputs=True) if modules else None
+
+
+def _read_fbgemm(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
+    """Meta's own format of Llama 3.1 405B. activation_scale_ub bounds an activation's scale, beyond which FBGEMM clips;
+    ours is the token's largest value, which clips nothing."""
+    return StoredFormat("fp8", "channel") if modules else None
