@@ -61,10 +61,10 @@ class _NoGraphs(StepGraphs[GraphShape]):
     def __init__(self, shapes: Sequence[GraphShape], inputs: GraphInputs) -> None:
         super().__init__(shapes, inputs, _no_model)
         hidden = torch.zeros(max(shape.num_tokens for shape in shapes), WIDTH)
-        self._hidden = {shape: hidden[: shape.num_tokens] for shape in shapes}
+        self._graphs: dict[GraphShape, Any] = {shape: (None, hidden[: shape.num_tokens]) for shape in shapes}
 
     def replay(self, shape: GraphShape) -> torch.Tensor:
-        return self._hidden[shape]
+        return self._graphs[shape][1]
 
 
 class HostBench:
@@ -105,6 +105,7 @@ class HostBench:
         params = SamplingParams(max_tokens=3000, temperature=self._temperature, ignore_eos=True)
         requests = [self.engine.submit(Request([5 + number] * PROMPT, params))[0] for number in range(batch)]
         while min(request.num_output_tokens for request in requests) < 4:
+            assert self.engine.error is None
             self.engine.step()
         times = []
         for _ in range(repeats):
