@@ -21,7 +21,6 @@ from slipstream.protocol.request_parser import ClientRequest
 _INDEX = {spec.name: index for index, spec in enumerate(OUTPUTS)}
 _DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _TEXT = _INDEX["text_output"]
-_OF_DRAFTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
 _LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Encoded = tuple[tuple[int, ...], bytes]  # shape, data
@@ -186,13 +185,18 @@ def _share(part: int, whole: int) -> Encoded:
     return _scalar("f", part / whole if whole else 0.0)
 
 
+# Of the accepted and the drafted tokens of a response's sequences.
+_OF_DRAFTS: dict[str, Callable[[int, int], Encoded]] = {
+    "acceptance_rate": _share,
+    "total_accepted_draft_tokens": lambda accepted, drafted: _scalar("i", accepted),
+    "total_draft_tokens": lambda accepted, drafted: _scalar("i", drafted),
+}
+
+
 def _of_drafts(name: str, outputs: Sequence[RequestOutput]) -> Encoded:
-    """One of _OF_DRAFTS over the sequences of these outputs."""
-    accepted = sum(output.request.num_accepted_tokens for output in outputs)
-    drafted = sum(output.request.num_drafted_tokens for output in outputs)
-    if name == "acceptance_rate":
-        return _share(accepted, drafted)
-    return _scalar("i", accepted if name == "total_accepted_draft_tokens" else drafted)
+    requests = [output.request for output in outputs]
+    counts = ((request.num_accepted_tokens, request.num_drafted_tokens) for request in requests)
+    return _OF_DRAFTS[name](*map(sum, zip(*counts)))
 
 
 # One row per output of the contract (tests/unit/test_contract.py holds the two together).

@@ -164,17 +164,17 @@ class StepGraphs(Generic[Shape]):
     def capture_next(self) -> bool:
         """Record one graph more, the largest. Returns whether there was one."""
         shape = next((shape for shape in reversed(self._shapes) if shape not in self._graphs), None)
-        return shape is not None and self._has_captured(shape)
+        return shape is not None and self._try_capture(shape)
 
     def captured_for(self, step: StepArrays) -> Shape | None:
         """The smallest graph that fits the step, recorded now if it has not been, or None."""
         shape = self.shape_for(step)
-        while not (shape is None or shape in self._graphs or self._has_captured(shape)):
+        while not (shape is None or shape in self._graphs or self._try_capture(shape)):
             shape = self.shape_for(step)
         return shape
 
-    def _has_captured(self, shape: Shape) -> bool:
-        """Without memory for it on any rank there will be no further graphs."""
+    def _try_capture(self, shape: Shape) -> bool:
+        """Record it. Returns False, and drops all graphs that are not recorded, if a rank has no memory for it."""
         assert self._any_of is not None, "all have been captured at start"
         failure = None
         try:
