@@ -5,15 +5,16 @@
 // still runs, and fills its ring with weights before it waits for that kernel's results. There a CTA's share of a weight's
 // rows follows from the number of CTAs; here tiles have the size that reads tokens least often, and the summed chunks of
 // all tiles are shared out evenly (swap_ab_stream_shape.cuh). CTAs that share a tile add their sums through global memory
-// (swap_ab_stream_epilogue.cuh). Built once per SLIPSTREAM_COLUMNS (tokens of a tile: 128, 256).
+// (stream_epilogue.cuh). Built once per SLIPSTREAM_COLUMNS (tokens of a tile: 128, 256).
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "epilogue/swap_ab_stream_epilogue.cuh"
+#include "epilogue/stream_epilogue.cuh"
 #include "host/kernel_launch.h"
 #include "host/library.h"
 #include "host/tensor_map.h"
+#include "mma/swap_ab_stream_multiply.cuh"
 #include "pipeline/swap_ab_stream_load.cuh"
 
 namespace slipstream {
@@ -22,7 +23,7 @@ template <typename SHAPE>
 __device__ __forceinline__ void run_consumer(const SwapAbStreamParams& p, const StreamMemory<SHAPE>& memory,
                                              const StreamWork& work, int warpgroup) {
   StreamConsumer<SHAPE> consumer{memory, warpgroup};
-  StreamEpilogue<SHAPE> epilogue{p, memory, work, warpgroup};
+  StreamEpilogue<SHAPE, StreamMemory<SHAPE>, StreamWork> epilogue{p, memory, work, warpgroup};
   epilogue.load_weight_scales(work.runs.segment_at(work.begin, work.end).tile);
   await_previous();
   epilogue.load_token_scales();

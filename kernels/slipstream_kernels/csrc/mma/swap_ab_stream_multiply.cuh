@@ -3,17 +3,12 @@
 #pragma once
 
 #include "mma/hopper_mma.cuh"
+#include "mma/stream_sums.cuh"
 #include "mma/wgmma_shared.cuh"
 #include "pipeline/dynamic_pipeline_state.cuh"
 #include "schedule/swap_ab_stream_shape.cuh"
 
 namespace slipstream {
-
-// of[half]: of so many columns, in the layout of wgmma_shared.cuh.
-template <typename SHAPE>
-struct StreamSums {
-  float of[SHAPE::kHalves][SHAPE::kBlockSums];
-};
 
 template <typename SHAPE>
 struct StreamConsumer {

@@ -42,6 +42,10 @@ __device__ __forceinline__ void store_shared_4(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
@@ -62,6 +66,10 @@ __device__ __forceinline__ uint4 load_global_16(const void* from) {
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
   return v;
+}
+
+__device__ __forceinline__ void store_global_8(void* to, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x), "r"(y) : "memory");
 }
 
 // What no kernel of the step writes and this one reads once: it leaves L1 to what is read again.

@@ -15,6 +15,11 @@ struct StreamSegment {
   int tile, begin_chunk, end_chunk;
 };
 
+// Units of weight rows, and tokens from the first on, of a tile.
+struct StreamTile {
+  int begin, end, first_token;
+};
+
 // All runs of a launch. The host sees to it that num_chunks num_tiles (num_runs + 1) fits 32 bits.
 struct StreamRuns {
   uint32_t num_tiles, num_chunks, num_runs;   // chunks of a tile

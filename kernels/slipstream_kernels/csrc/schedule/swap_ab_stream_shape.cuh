@@ -5,6 +5,8 @@
 // run of it, so a run may begin and end inside of tiles. A segment is what a run has of one tile.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include "params/swap_ab_stream_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/hopper_copy.cuh"
@@ -14,6 +16,9 @@ namespace slipstream {
 
 template <int COLUMNS>
 struct StreamShape {
+  using Params = SwapAbStreamParams;
+  using Out = __nv_bfloat16;
+  static constexpr bool kHasTokenScales = true;
   static constexpr int kColumns = COLUMNS;
   static constexpr int kConsumerThreads = 2 * 128, kThreads = 128 + kConsumerThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;   // 40 + 2 * 232 = 3 * 168, those of the launch
@@ -69,10 +74,12 @@ struct StreamWork {
   static __device__ __forceinline__ int begin_unit(const SwapAbStreamParams& p, uint32_t tile) {
     return static_cast<int>(static_cast<uint32_t>(p.num_units) * tile / p.num_tiles);
   }
-};
 
-// The unit of a tile that this warp has.
-__device__ __forceinline__ int stream_unit(int warpgroup) { return warpgroup * 4 + threadIdx.x % 128 / 32; }
+  template <typename SHAPE>
+  static __device__ __forceinline__ StreamTile tile(const SwapAbStreamParams& p, int index) {
+    return {begin_unit(p, index), begin_unit(p, index + 1), 0};
+  }
+};
 
 // Barriers, and who arrives and who waits:
 // full: the thread of weights and that of tokens arrive, each announcing its bytes; copies complete them. Consumers wait.

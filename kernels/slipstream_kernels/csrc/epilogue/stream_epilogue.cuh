@@ -1,4 +1,4 @@
-// The end of a segment: a whole tile's sums are scaled, biased, transposed and written. Those of a part of a tile's
+// The end of a segment of a streaming product: a whole tile's sums are scaled, biased, transposed and written. Those of a part of a tile's
 // chunks go to a slot in global memory; CTAs that see all slots of a tile written add them, part by part, in the order of
 // the chunks, so that the result is the same in every run.
 //
@@ -8,9 +8,10 @@
 // all three.
 #pragma once
 
-#include "mma/swap_ab_stream_multiply.cuh"
+#include "mma/stream_sums.cuh"
 #include "mma/warp_mma.cuh"
-#include "schedule/swap_ab_stream_shape.cuh"
+#include "ptx/hopper_copy.cuh"
+#include "schedule/stream_runs.cuh"
 
 // Clocks that a CTA waits for others' sums, some 60 us; tests have other numbers.
 #ifndef SLIPSTREAM_MAX_WAIT_CLOCKS
@@ -29,18 +30,22 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 // and what it read before what is read after such a barrier. Half the price of __threadfence.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-template <typename SHAPE>
+// The unit of a tile that this warp has.
+__device__ __forceinline__ int stream_unit(int warpgroup) { return warpgroup * 4 + threadIdx.x % 128 / 32; }
+
+// MEMORY: has word(), and token_scales() of products with such. WORK: has runs and tile().
+template <typename SHAPE, typename MEMORY, typename WORK>
 struct StreamEpilogue {
-  using T = __nv_bfloat16;
-  const SwapAbStreamParams& p;
-  const StreamMemory<SHAPE> memory;
-  const StreamWork work;
+  using T = typename SHAPE::Out;
+  const typename SHAPE::Params& p;
+  const MEMORY memory;
+  const WORK work;
   const int warpgroup;
   float weight_scales[2], biases[2];
 
   // Loads the scales of a tile's rows; they do not depend on the kernel before.
   __device__ __forceinline__ void load_weight_scales(int tile) {
-    const int unit = min(work.begin_unit(p, tile) + stream_unit(warpgroup), p.num_units - 1);
+    const int unit = min(tile_at(tile).begin + stream_unit(warpgroup), p.num_units - 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) weight_scales[half] = __ldg(p.scale + weight_row(unit, half));
   }
@@ -55,10 +60,10 @@ struct StreamEpilogue {
   }
 
   __device__ __forceinline__ void write(const StreamSegment& segment, StreamSums<SHAPE>& sums, bool is_last_of_run) {
-    const int begin = work.begin_unit(p, segment.tile), end = work.begin_unit(p, segment.tile + 1);
-    load_biases(begin);
+    const StreamTile tile = tile_at(segment.tile);
+    load_biases(tile.begin);
     const int num_chunks = static_cast<int>(work.runs.num_chunks), cta = blockIdx.x;
-    if (segment.begin_chunk == 0 && segment.end_chunk == num_chunks) return finish_all(begin, end, sums);
+    if (segment.begin_chunk == 0 && segment.end_chunk == num_chunks) return finish_all(tile, sums);
     const int first_chunk = segment.tile * num_chunks;
     const int first = work.runs.owner(first_chunk), last = work.runs.owner(first_chunk + num_chunks - 1);
     int* counters = p.counters + segment.tile * 4;
@@ -69,15 +74,26 @@ struct StreamEpilogue {
         fence_gpu();
         atomicAdd(counters, 1);
       }
-      finish_all(begin, end, sums);
+      finish_all(tile, sums);
     } else {
       store_slot(first == cta, sums);
-      if (all_are_written(counters, last - first + 1, is_last_of_run)) add_parts(begin, end, first, last, counters);
+      if (all_are_written(counters, last - first + 1, is_last_of_run)) add_parts(tile, first, last, counters);
     }
     if (threadIdx.x == 0) leave(counters, last - first + 1);
   }
 
  private:
+  // Where a lane writes the four outputs that it has of its token of a group of eight.
+  struct Output {
+    T* of_lane;
+    int64_t stride;     // of eight tokens
+    int tokens_left;    // of the tile, of this lane's on; none if it has no weight rows of the tile
+
+    __device__ __forceinline__ void advance(int groups) { of_lane += groups * stride, tokens_left -= 8 * groups; }
+  };
+
+  __device__ __forceinline__ StreamTile tile_at(int index) const { return work.template tile<SHAPE>(p, index); }
+
   static __device__ __forceinline__ void sync() { sync_threads(1, SHAPE::kConsumerThreads); }
 
   static __device__ __forceinline__ int weight_row(int unit, int half) {
@@ -123,12 +139,13 @@ struct StreamEpilogue {
     }
   }
 
-  __device__ __forceinline__ void finish_all(int begin, int end, const StreamSums<SHAPE>& sums) const {
+  __device__ __forceinline__ void finish_all(const StreamTile& tile, const StreamSums<SHAPE>& sums) const {
+    Output output = output_of(tile);
 #pragma unroll
-    for (int group = 0; group < SHAPE::kGroups; ++group) {
+    for (int group = 0; group < SHAPE::kGroups; ++group, output.advance(1)) {
       float v[4];
       own_sums(sums, group, v);
-      finish(begin, end, group, v);
+      finish(output, group, v);
     }
   }
 
@@ -164,16 +181,23 @@ struct StreamEpilogue {
     return broadcast(written) == count;
   }
 
-  __device__ __forceinline__ void add_parts(int begin, int end, int first, int last, int* counters) const {
+  __device__ __forceinline__ void add_parts(const StreamTile& tile, int first, int last, int* counters) const {
+    const Output output = output_of(tile);
 #pragma unroll 1
-    while (true) {
-      const int part = broadcast(threadIdx.x == 0 ? atomicAdd(counters + 1, 1) : 0);
+    for (int next = take_part(counters);;) {
+      const int part = broadcast(next);
       if (part >= SHAPE::kParts) return;
-      add_part(begin, end, first, last, part);
+      next = take_part(counters);   // known when this part has been added
+      add_part(output, first, last, part);
     }
   }
 
-  __device__ __forceinline__ void add_part(int begin, int end, int first, int last, int part) const {
+  // The first thread's: the number of a part that nobody else takes; from kParts on: none is left.
+  static __device__ __forceinline__ int take_part(int* counters) {
+    return threadIdx.x == 0 ? atomicAdd(counters + 1, 1) : 0;
+  }
+
+  __device__ __forceinline__ void add_part(Output output, int first, int last, int part) const {
     float v[SHAPE::kPartGroups][4] = {};
 #pragma unroll 2
     for (int cta = first; cta <= last; ++cta) {
@@ -184,8 +208,9 @@ struct StreamEpilogue {
         v[i][0] += partial.x, v[i][1] += partial.y, v[i][2] += partial.z, v[i][3] += partial.w;
       }
     }
+    output.advance(part * SHAPE::kPartGroups);
 #pragma unroll
-    for (int i = 0; i < SHAPE::kPartGroups; ++i) finish(begin, end, part * SHAPE::kPartGroups + i, v[i]);
+    for (int i = 0; i < SHAPE::kPartGroups; ++i, output.advance(1)) finish(output, part * SHAPE::kPartGroups + i, v[i]);
   }
 
   static __device__ __forceinline__ void leave(int* counters, int count) {
@@ -194,24 +219,35 @@ struct StreamEpilogue {
     fence_gpu();
   }
 
-  // 16 weight rows (a warp's unit) of 8 tokens.
-  __device__ __forceinline__ void finish(int begin, int end, int group, float (&v)[4]) const {
-    const int unit = begin + stream_unit(warpgroup);
-    if (unit >= end || 8 * group >= p.num_tokens) return;
-    float token_scales[2];
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(token_scales[0]), "=f"(token_scales[1])
-                 : "r"(memory.token_scales() + 4 * (8 * group + threadIdx.x % 4 * 2)));
+  __device__ __forceinline__ Output output_of(const StreamTile& tile) const {
+    const int unit = tile.begin + stream_unit(warpgroup), lane = threadIdx.x % 32, token = tile.first_token + lane / 4;
+    T* out = static_cast<T*>(p.out) + token * p.out_row_stride + 16 * unit + lane % 2 * 8 + lane % 4 / 2 * 4;
+    int64_t stride = 8 * p.out_row_stride;
+    asm volatile("" : "+l"(out), "+l"(stride));   // or both would be computed again for each group
+    return {out, stride, unit < tile.end ? p.num_tokens - token : 0};
+  }
+
+  // 16 weight rows (a warp's unit) of 8 tokens. Of a token, lanes have neighbouring outputs 2 q and 2 q + 1 of each eight.
+  // Two lanes exchange them, so that each has four of one eight: four lanes write the 32 bytes of a sector at once.
+  __device__ __forceinline__ void finish(const Output& output, int group, float (&v)[4]) const {
+    scale(group, v);
+    const uint32_t low = transpose_8x8(pack<T>(v[0], v[1])), high = transpose_8x8(pack<T>(v[2], v[3]));
+    const bool is_odd = threadIdx.x % 2 != 0;
+    const uint32_t received = __shfl_xor_sync(~0u, is_odd ? low : high, 1);
+    if (output.tokens_left > 0) store_global_8(output.of_lane, is_odd ? received : low, is_odd ? high : received);
+  }
+
+  __device__ __forceinline__ void scale(int group, float (&v)[4]) const {
+    if constexpr (SHAPE::kHasTokenScales) {
+      float token_scales[2];
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(token_scales[0]), "=f"(token_scales[1])
+                   : "r"(memory.token_scales() + 4 * (8 * group + threadIdx.x % 4 * 2)));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = v[i] * (token_scales[i % 2] * weight_scales[i / 2]) + biases[i / 2];
+      for (int i = 0; i < 4; ++i) v[i] = v[i] * (token_scales[i % 2] * weight_scales[i / 2]) + biases[i / 2];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = v[i] * weight_scales[i / 2] + biases[i / 2];
     }
-    const int token = 8 * group + threadIdx.x % 32 / 4;
-    T* out = static_cast<T*>(p.out) + token * p.out_row_stride + threadIdx.x % 4 * 2;
-    const uint32_t low = transpose_8x8(pack<T>(v[0], v[1]));
-    const uint32_t high = transpose_8x8(pack<T>(v[2], v[3]));
-    if (token >= p.num_tokens) return;
-    *reinterpret_cast<uint32_t*>(out + 16 * unit) = low;
-    *reinterpret_cast<uint32_t*>(out + 16 * unit + 8) = high;
   }
 };
 
