@@ -43,6 +43,12 @@ def int4_weights(out_features: int, in_features: int, *, for_fp8_rows: bool) -> 
     return [ops.repack_int4(weight, for_fp8_rows=for_fp8_rows) for weight in weights]
 
 
+def held_int4_weights(out_features: int, in_features: int, fp8_rows: bool) -> list[ops.LinearWeight]:
+    """The same as layers hold them."""
+    weights = int4_weights(out_features, in_features, for_fp8_rows=fp8_rows)
+    return [ops.int4_linear_weight(weight, fp8_rows=fp8_rows) for weight in weights]
+
+
 def canonical_weights(out_features: int, in_features: int, group_size: int) -> Iterator[Int4Weight]:
     """Weights of random codes with zero-points, together larger than the cache."""
     for _ in range(max(2, COLD_BYTES // (out_features * in_features // 2))):
@@ -75,15 +81,15 @@ def records(models: list[str], tokens: list[int]) -> Iterator[dict[str, object]]
         for out_features, in_features in MODELS[model]:
             dense = dense_weights(out_features, in_features)
             fp8 = fp8_weights(out_features, in_features)
-            w4a16, w4a8 = (int4_weights(out_features, in_features, for_fp8_rows=is_fp8) for is_fp8 in (False, True))
+            w4a16, w4a8 = (held_int4_weights(out_features, in_features, is_fp8) for is_fp8 in (False, True))
             for num_tokens in tokens:
                 x = torch.randn(num_tokens, in_features, device="cuda", dtype=torch.bfloat16)
                 rows = ops.quantize_fp8(x, ops.Fp8Scheme(sum_columns=GROUP))
                 calls: dict[str, Calls] = {
                     "bf16": [partial(F.linear, x, weight) for weight in dense],
                     "fp8": [partial(ops.scaled_mm, rows, *weight[:2], counters=weight[2]) for weight in fp8],
-                    "w4a16": [partial(ops.int4_mm, x, weight) for weight in w4a16],
-                    "w4a8": [partial(ops.int4_mm, rows, weight) for weight in w4a8],
+                    "w4a16": [partial(ops.linear, x, weight) for weight in w4a16],
+                    "w4a8": [partial(ops.linear, rows, weight) for weight in w4a8],
                 }
                 times = {name: graph_microseconds(many, repeats=3) for name, many in calls.items()}
                 yield {"model": model, "out": out_features, "in": in_features, "tokens": num_tokens, **times}

@@ -25,6 +25,7 @@ from slipstream_kernels.gemm.cuda import (
     mixed_gemm,
     skinny_gemm,
     skinny_gemm_w4a16,
+    stream_w4a16,
     swap_ab_gemm,
     swap_ab_stream,
     w4a8_gemm,
@@ -34,6 +35,7 @@ from slipstream_kernels.sample.cuda import sample
 
 MIRRORS = {
     "swap_ab_params.h": swap_ab_gemm.SwapAbParams,
+    "stream_w4a16_params.h": stream_w4a16.StreamW4A16Params,
     "swap_ab_stream_params.h": swap_ab_stream.SwapAbStreamParams,
     "decode_params.h": decode_attention.DecodeParams,
     "grouped_gemm_params.h": grouped_gemm.GroupedGemmParams,

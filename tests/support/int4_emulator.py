@@ -129,3 +129,9 @@ def _finish(sums: torch.Tensor, x: torch.Tensor, weight: Int4Weight, bias: torch
     assert weight.zeros is not None
     y = sums * weight.zeros
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def pair_neighbours(word: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """pair_neighbours of int4_converter.cuh: nibbles 2 i and 2 i + 1 as halves of pair i, with `bits` above each."""
+    selectors = [torch.tensor(i | (4 + i) << 8) for i in range(4)]
+    return [(byte_perm(word, word >> 4, selector) & 0x000F000F) | bits << 16 | bits for selector in selectors]

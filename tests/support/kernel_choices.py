@@ -101,7 +101,8 @@ class Hopper:
         return None
 
     def count_clusters(self, kernel: str, product: object, config: tuple[int, ...]) -> int:
-        splits = 1 if kernel == "swap_ab_stream" else config[2]  # (columns, tiles or warpgroups_m, splits, …)
+        streams = kernel in ("swap_ab_stream", "stream_w4a16")  # of single CTAs
+        splits = 1 if streams else config[2]  # (columns, tiles or warpgroups_m, splits, …)
         return CLUSTERS_OF_H200[splits] * self.num_sms // CLUSTERS_OF_H200[1]
 
 

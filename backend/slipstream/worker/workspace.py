@@ -15,7 +15,6 @@ from slipstream.nn.heads.eagle import NUM_FEATURES
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.quant import choose_methods
-from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.graph_memory import graph_memory
@@ -83,8 +82,7 @@ def _sums_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num
     own = spec.of_stage(hardware.parallel)
     attentions = own.of_rank(hardware.parallel).attentions
     if not config.model.deterministic:
-        is_fp8 = isinstance(choose_methods(config.model, spec).linears, Fp8)
-        of_products = ops.fp8_sums_bytes(num_sms) if is_fp8 else 0
+        of_products = choose_methods(config.model, spec).linears.split_sums_bytes(num_sms)
         of_attentions = [
             ops.split_sums_bytes(num_sms, attention.head_dim, is_latent=attention.latent is not None)
             for attention in attentions

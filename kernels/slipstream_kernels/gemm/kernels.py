@@ -5,9 +5,8 @@ Choices are made in gemm/choose.py and tuning.py.  Rows come as the weight's for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
-from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda import swap_ab_choice, swap_ab_stream_choice
-from slipstream_kernels.gemm.int4_checks import group_refusal, write_out_refusal
+from slipstream_kernels.gemm.int4_checks import group_refusal
+from slipstream_kernels.gemm.integer_kernels import INTEGER_KERNELS
+from slipstream_kernels.gemm.kernel_rules import Rows, Run, aligned, bias_of, in_cuda, needs_16_bits, needs_gpu
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from slipstream_kernels.gemm.tuning import ranges_of, tuning_of
 from slipstream_kernels.integer import Int8Rows
@@ -28,41 +28,7 @@ from slipstream_kernels.select import load_module, select
 if TYPE_CHECKING:
     from slipstream_kernels.gemm.linear_weight import LinearWeight
 
-Rows = Tensor | Fp8Rows | Int8Rows
-Run = Callable[[Rows, "LinearWeight", Config, bool], Tensor]  # of rows, weight, template arguments, whether gated
 LIBRARY_ALIGNMENT = 16  # features of an e4m3 weight that cuBLAS takes are multiples of it
-BOTH_HALVES = 32  # output features of a gated product in tiles of 16 are multiples of it
-
-
-def _cuda(name: str) -> ModuleType:
-    return load_module("cuda", f"gemm.{name}")
-
-
-def _bias(weight: LinearWeight, dtype: torch.dtype) -> Tensor | None:
-    return None if weight.bias is None else weight.bias.to(dtype)
-
-
-def _aligned(x: Rows) -> Tensor:
-    """Plain rows that begin at multiples of 16 bytes."""
-    assert isinstance(x, Tensor)
-    if x.stride(0) * x.itemsize % 16 or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def _needs_gpu(product: Product) -> str | None:
-    device = product.weight.device
-    return None if device.type == "cuda" else f"the weight is on {device}"
-
-
-def _needs_16_bits(product: Product) -> str | None:
-    if product.dtype in (torch.bfloat16, torch.float16):
-        return None
-    return f"rows are {product.dtype}, not bfloat16 or float16"
-
-
-def _in_pairs_of_tiles(product: Product) -> bool:
-    return product.weight.out_features % BOTH_HALVES == 0
 
 
 # skinny_gemm
@@ -74,13 +40,13 @@ def _skinny_refusal(product: Product) -> str | None:
     if weight.dtype == torch.int32:
         row_bytes = weight.in_features
     sizes = weight.device, product.dtype, weight.dtype, row_bytes, by_blocks
-    reason: str | None = _cuda("skinny_gemm").product_refusal(*sizes, product.num_rows)
+    reason: str | None = in_cuda("skinny_gemm").product_refusal(*sizes, product.num_rows)
     return reason
 
 
 def _skinny_config(product: Product, device: Device[Product]) -> Config:
     units = product.weight.out_features // 2 if product.gated else product.weight.out_features
-    chosen: Config = _cuda("skinny_gemm").choose(
+    chosen: Config = in_cuda("skinny_gemm").choose(
         product.num_rows, units, product.weight.in_features, product.gated, device.num_sms
     )
     return chosen
@@ -88,9 +54,9 @@ def _skinny_config(product: Product, device: Device[Product]) -> Config:
 
 def _skinny(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     assert isinstance(x, Tensor)
-    kernel = _cuda("skinny_gemm")
+    kernel = in_cuda("skinny_gemm")
     y: Tensor = kernel.skinny_gemm(
-        _aligned(x), weight.tensor, weight.scales, _bias(weight, x.dtype), gated, kernel.Variant(*config)
+        aligned(x), weight.tensor, weight.scales, bias_of(weight, x.dtype), gated, kernel.Variant(*config)
     )
     return y
 
@@ -101,7 +67,7 @@ def _skinny(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tenso
 def _swap_ab_refusal(product: Product) -> str | None:
     weight = product.weight
     sizes = weight.device, product.dtype, weight.dtype, weight.out_features, weight.in_features
-    reason: str | None = _cuda("swap_ab_gemm").product_refusal(*sizes)
+    reason: str | None = in_cuda("swap_ab_gemm").product_refusal(*sizes)
     return reason
 
 
@@ -118,7 +84,7 @@ def _swap_ab_config(product: Product, device: Device[Product]) -> Config:
 
 
 def _swap_ab_clusters(product: Product, config: Config) -> int:
-    weight, kernel = product.weight, _cuda("swap_ab_gemm")
+    weight, kernel = product.weight, in_cuda("swap_ab_gemm")
     kind = product.dtype, weight.dtype, weight.format == "fp8_block"
     ranges = ranges_of(torch.cuda.get_device_name(weight.device), weight.format, "swap_ab_gemm")
     kernel.build_all(*kind, tuple(swap_ab_choice.columns_of(ranges)))
@@ -128,10 +94,10 @@ def _swap_ab_clusters(product: Product, config: Config) -> int:
 
 def _swap_ab(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     assert not isinstance(x, Int8Rows)
-    kernel = _cuda("swap_ab_gemm")
-    rows = _aligned(x) if isinstance(x, Tensor) else x
+    kernel = in_cuda("swap_ab_gemm")
+    rows = aligned(x) if isinstance(x, Tensor) else x
     y: Tensor = kernel.swap_ab_gemm(
-        rows, weight.tensor, weight.scales, _bias(weight, x.dtype), gated, kernel.Variant(*config)
+        rows, weight.tensor, weight.scales, bias_of(weight, x.dtype), gated, kernel.Variant(*config)
     )
     return y
 
@@ -142,7 +108,7 @@ def _swap_ab(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tens
 def _stream_refusal(product: Product) -> str | None:
     weight = product.weight
     sizes = weight.device, product.dtype, weight.out_features, weight.in_features
-    reason: str | None = _cuda("swap_ab_stream").product_refusal(*sizes)
+    reason: str | None = in_cuda("swap_ab_stream").product_refusal(*sizes)
     return reason
 
 
@@ -154,7 +120,7 @@ def _stream_config(product: Product, device: Device[Product]) -> Config | None:
 
 
 def _stream_ctas(product: Product, config: Config) -> int:
-    kernel = _cuda("swap_ab_stream")
+    kernel = in_cuda("swap_ab_stream")
     kernel.build_all()
     count: int = kernel.count_ctas(product.weight.device, *config)
     return count
@@ -162,9 +128,9 @@ def _stream_ctas(product: Product, config: Config) -> int:
 
 def _stream(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     assert isinstance(x, Fp8Rows) and weight.scales is not None and not gated
-    kernel = _cuda("swap_ab_stream")
+    kernel = in_cuda("swap_ab_stream")
     y: Tensor = kernel.swap_ab_stream(
-        x, weight.tensor, weight.scales, _bias(weight, x.dtype), kernel.Plan(*config), weight.counters
+        x, weight.tensor, weight.scales, bias_of(weight, x.dtype), kernel.Plan(*config), weight.counters
     )
     return y
 
@@ -193,7 +159,7 @@ def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tens
 
 
 def _library_split_refusal(product: Product) -> str | None:
-    return hopper_refusal(product.weight.device, "the weight is") or _needs_16_bits(product)
+    return hopper_refusal(product.weight.device, "the weight is") or needs_16_bits(product)
 
 
 def _library_split(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
@@ -236,11 +202,7 @@ def _cpu_refusal(product: Product) -> str | None:
 
 
 def _int4_triton_refusal(product: Product) -> str | None:
-    return _needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
-
-
-def _int4_write_out_refusal(product: Product) -> str | None:
-    return _needs_gpu(product) or _needs_16_bits(product) or write_out_refusal(product.weight.group_size)
+    return needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
 
 
 def _dequantise(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
@@ -256,101 +218,6 @@ def _invariant(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Te
     return y
 
 
-# int8 weights
-
-
-def _int8_gemm_refusal(product: Product) -> str | None:
-    weight = product.weight
-    reason: str | None = _cuda("int8_gemm").product_refusal(
-        weight.device, product.dtype, (weight.out_features, weight.in_features)
-    )
-    return reason
-
-
-def _tile_config(name: str) -> Callable[[Product, Device[Product]], Config]:
-    def configure(product: Product, device: Device[Product]) -> Config:
-        tiles = _cuda(name).TILES
-        tile = _cuda("cutlass_gemm").choose_tile(tiles, product.num_rows, product.weight.out_features, device.num_sms)
-        sizes: Config = tile[:3]
-        return sizes
-
-    return configure
-
-
-def _int8_gemm(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    y: Tensor = _cuda("int8_gemm").int8_gemm(x, weight.tensor, weight.scales, weight.bias)
-    return y
-
-
-def _mixed(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    assert isinstance(x, Tensor)
-    kernel = _cuda("mixed_gemm")
-    y: Tensor = kernel.mixed_gemm(
-        _aligned(x), weight.tensor, weight.scales, _bias(weight, x.dtype), gated, kernel.Variant(*config)
-    )
-    return y
-
-
-def _int8_written_out(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    assert isinstance(x, Tensor)
-    expand = load_module("triton", "gemm.int8_dequantise").int8_dequantise
-    return F.linear(x, expand(weight.tensor, weight.scales, x.dtype), _bias(weight, x.dtype))
-
-
-# 4-bit weights
-
-
-def _int4_by(name: str) -> Run:
-    def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-        assert isinstance(x, Tensor)
-        rows = _aligned(x)
-        y: Tensor = getattr(_cuda("int4_mm"), name)(rows, weight.int4, _bias(weight, x.dtype), gated, config)
-        return y
-
-    return run
-
-
-def _int4_canonical_written_out(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    assert isinstance(x, Tensor)
-    expand = load_module("triton", "gemm.int4_dequantise").int4_dequantise
-    return F.linear(x, expand(weight.int4, x.dtype), _bias(weight, x.dtype))
-
-
-def _w4a8_by(name: str) -> Run:
-    def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-        y: Tensor = getattr(_cuda("w4a8_mm"), name)(x, weight.int4, _bias(weight, x.dtype), config)
-        return y
-
-    return run
-
-
-def _w4a8_many_refusal(product: Product) -> str | None:
-    reason: str | None = _cuda("w4a8_mm").many_rows_refusal(product.dtype)
-    return reason
-
-
-def _mixed_gemm(name: str, run: Run, gates: Callable[[Product], bool] = never) -> Kernel[Product, Run]:
-    """A format of the mixed GEMM; gemm/cuda/<name>.py has its libraries and the choice of its variant."""
-
-    def configure(product: Product, device: Device[Product]) -> Config | None:
-        weight = product.weight
-        chosen: Config | None = _cuda(name).choose(
-            product.num_rows,
-            (weight.out_features, weight.in_features),
-            lambda found: device.count_clusters(name, product, found),
-            tuning_of(device.name),
-        )
-        return chosen
-
-    def count_clusters(product: Product, config: Config) -> int:
-        kernel, weight = _cuda(name), product.weight
-        weight_format = kernel.format_of(product.dtype, int4_layout.groups_per_block(weight.group_size))
-        count: int = kernel.clusters_at_once(weight.device, weight_format, kernel.Variant(*config))
-        return count
-
-    return Kernel(run, _needs_16_bits, configure, gates, count_clusters)
-
-
 KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "skinny_gemm": Kernel(_skinny, _skinny_refusal, _skinny_config, always),
     "swap_ab_gemm": Kernel(_swap_ab, _swap_ab_refusal, _swap_ab_config, always, _swap_ab_clusters),
@@ -358,21 +225,12 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "library": Kernel(_library, _library_refusal),
     "library_split": Kernel(_library_split, _library_split_refusal),
     "onednn": Kernel(_onednn),
-    "scaled_mm": Kernel(_scaled_by("triton"), _needs_gpu),
-    "int8_mm": Kernel(_scaled_by("triton"), _needs_gpu),
+    "scaled_mm": Kernel(_scaled_by("triton"), needs_gpu),
+    "int8_mm": Kernel(_scaled_by("triton"), needs_gpu),
     "int4_mm": Kernel(_scaled_by("triton"), _int4_triton_refusal),
     "reference": Kernel(_scaled_by("reference")),
     "cpu": Kernel(_scaled_by("cpu"), _cpu_refusal),
     "dequantise": Kernel(_dequantise, gates=always),
     "invariant_mm": Kernel(_invariant),
-    "int8_gemm": Kernel(_int8_gemm, _int8_gemm_refusal, _tile_config("int8_gemm")),
-    "mixed_gemm": _mixed_gemm("mixed_gemm", _mixed, _in_pairs_of_tiles),
-    "int8_dequantise+library": Kernel(_int8_written_out),
-    "skinny_gemm_w4a16": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_tiles),
-    "mixed_gemm_w4a16": _mixed_gemm("mixed_gemm_w4a16", _int4_by("mixed")),
-    "int4_dequantise+library": Kernel(_int4_by("written_out"), _needs_16_bits),
-    "int4_canonical_dequantise+library": Kernel(_int4_canonical_written_out, _int4_write_out_refusal),
-    "mixed_gemm_w4a8": _mixed_gemm("mixed_gemm_w4a8", _w4a8_by("few")),
-    "w4a8_gemm": Kernel(_w4a8_by("many"), _w4a8_many_refusal, _tile_config("w4a8_gemm")),
-    "mixed_gemm_w4a8_parts": Kernel(_w4a8_by("in_parts"), _needs_16_bits),
+    **INTEGER_KERNELS,
 }

@@ -13,6 +13,7 @@ from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, Activati
 from slipstream_kernels.gemm.choose import plain_rows_of
 from slipstream_kernels.gemm.cpu.int4_packed import CPU_WORDS
 from slipstream_kernels.gemm.cpu.scaled_mm import scales_with_nan
+from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COUNTER_ROWS
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
 from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
 from slipstream_kernels.integer import Int4Weight
@@ -24,7 +25,8 @@ FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.int32: "w8a16"}
 class LinearWeight:
     """operand: the values, [out, in], of experts [num_experts, out, in], or 4-bit ones.
 
-    scales, bias: as the products of the format take them.  counters: of ops.scaled_mm_counters.
+    scales, bias: as the products of the format take them.  counters: zeros, of ops.scaled_mm_counters; of repacked
+    4-bit weights for 16-bit rows of stream_w4a16.
     quant: how the input is quantised.  order: int64 [1, in], the input features in the order in which they are stored;
     of experts a row each.  Then rows are put in that order first, and are quantised afterwards.
     """
@@ -140,7 +142,10 @@ def int4_linear_weight(
     )
     scheme = PER_ROW if num_experts or not fp8_rows else Fp8Scheme(sum_columns=activation_sum_columns(weight))
     quant: ActivationQuant[Activation] = Fp8(scheme) if fp8_rows else PLAIN
-    return LinearWeight(kind, weight, bias=bias, quant=quant, order=order)
+    counters = None
+    if kind.format == "w4a16":
+        counters = torch.zeros(kind.out_features // COUNTER_ROWS, dtype=torch.int32, device=kind.device)
+    return LinearWeight(kind, weight, bias=bias, counters=counters, quant=quant, order=order)
 
 
 def deterministic_weight(

@@ -103,6 +103,20 @@ class StreamCosts:
 
 
 @dataclass(frozen=True)
+class StreamW4A16Costs:
+    """What the estimates of stream_w4a16_choice reckon with, fitted to 1,700 times of one H200 (docs/measurements).
+
+    chunk_us, and token_us for each token of a tile: of a chunk.  split_us: of each token of a tile whose sums CTAs add.
+    uneven_us: where runs end inside of tiles.
+    """
+
+    chunk_us: float = 0.47
+    token_us: float = 4.0e-3
+    split_us: float = 46.9e-3
+    uneven_us: float = 3.3
+
+
+@dataclass(frozen=True)
 class Tuning:
     """uses: the kernels of every format.  The rest orders the variants of one kernel.
 
@@ -126,6 +140,7 @@ class Tuning:
     swap_ab: SwapAbCosts
     swap_ab_fp8: SwapAbCosts
     stream: StreamCosts
+    stream_w4a16: StreamW4A16Costs
     always_fp8: tuple[Case, ...]
 
 
@@ -181,6 +196,16 @@ _SWAP_AB_OF_FP8_BLOCKS = Use(
         Case(((1, 32),), (16385, _ONE_ROUND), (1536, MOST_ROWS), gated=False),
     ),
 )
+# Of few rows, wide outputs are mixed_gemm's: 28672 x 4096 at 96 rows 53 us and 59, 57344 x 8192 at 112 202 and 214.
+_STREAM_OF_W4A16 = Use(
+    "stream_w4a16",
+    (
+        Case(((65, 96),), ratio=0.75),
+        Case(((65, 96),), (8193, 16384), (20480, MOST_ROWS)),  # 15360 x 5120: 44 us and 47
+        Case(((97, 128),), (0, 49152)),
+        Case(((129, 1280),)),
+    ),
+)
 # 9 to 16 rows of few features: skinny_gemm adds up its warps' sums after each pass, 22016 x 2048 37 us and 33 here
 _SWAP_AB_OF_SHORT_ROWS = Use("swap_ab_gemm", (Case(((9, 16),), (16385, MOST_ROWS), (0, 5120), gated=True),))
 _LIBRARY_SPLIT = Use(
@@ -221,6 +246,7 @@ _USES_OF_H200: Table = {
     ("mxfp4", PLAIN_ROWS): _INT4,
     ("w4a16", PLAIN_ROWS): (
         up_to("skinny_gemm_w4a16", 16),
+        _STREAM_OF_W4A16,
         up_to("mixed_gemm_w4a16", 512),
         Use("int4_dequantise+library"),
     ),
@@ -282,6 +308,7 @@ H200 = Tuning(
         sum_bytes_per_us=22.5e3,
     ),
     stream=StreamCosts(),
+    stream_w4a16=StreamW4A16Costs(),
     # skinny_gemm reads all rows again for each pass: 8 rows of 15360 x 5120 29 us and 22 in FP8, of 27392 x 5120 48 and
     # 36, of 57344 x 8192 129 and 111; one row 26 and 22, 42 and 36, 113 and 111
     always_fp8=(

@@ -75,6 +75,9 @@ class Fp8(QuantMethod):
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return ops.fp8_refusal(device, dtype)
 
+    def split_sums_bytes(self, num_sms: int) -> int:
+        return ops.fp8_sums_bytes(num_sms)
+
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         weights = quantised_weights(spec, torch.empty(spec.out_features, device=device), dtype)
         if self.stored is not None and self.stored.static_inputs:

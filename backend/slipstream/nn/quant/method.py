@@ -84,6 +84,10 @@ class QuantMethod(Protocol):
         """Bytes of a copy of the weights that a product of many rows on a GPU makes first, to read it whole."""
         return 0
 
+    def split_sums_bytes(self, num_sms: int) -> int:
+        """The most that parts of the sums of a dense product take, which CTAs of a GPU with so many SMs share."""
+        return 0
+
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         """All tensors of the layer are loaded: repack them for the device. The largest temporary is one layer.
 

@@ -12,6 +12,15 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t mask, uint32_
   return d;
 }
 
+// Nibbles 2 i and 2 i + 1 of a word as the halves of pair i, with `bits` above.
+__device__ __forceinline__ void pair_neighbours(uint32_t word, uint32_t bits, uint32_t (&pairs)[4]) {
+  const uint32_t odd = word >> 4;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    pairs[i] = masked_or(__byte_perm(word, odd, i | (4 + i) << 8), 0x000F000Fu, bits);
+  }
+}
+
 // q - zero point of the eight 4-bit values q of a word, as four pairs (nibbles i and i + 4).
 template <typename T>
 struct Int4Converter;
@@ -35,6 +44,13 @@ struct Int4Converter<__half> {
       word >>= 8;
     }
   }
+
+  // Nibbles 2 i and 2 i + 1 as pair i.
+  __device__ __forceinline__ void expand_in_order(uint32_t word, uint32_t (&pairs)[4]) const {
+    pair_neighbours(word, 0x64006400u, pairs);
+#pragma unroll
+    for (uint32_t& pair : pairs) asm("add.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(low));
+  }
 };
 
 // bf16 has 7 bits of fraction: 128 + q, one pair at a time.
@@ -50,6 +66,12 @@ struct Int4Converter<__nv_bfloat16> {
       const uint32_t a = masked_or(word >> (4 * i), 0x000F000Fu, 0x43004300u);
       asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[i]) : "r"(a), "r"(0x3F803F80u), "r"(low));
     }
+  }
+
+  __device__ __forceinline__ void expand_in_order(uint32_t word, uint32_t (&pairs)[4]) const {
+    pair_neighbours(word, 0x43004300u, pairs);
+#pragma unroll
+    for (uint32_t& pair : pairs) asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(0x3F803F80u), "r"(low));
   }
 };
 
@@ -71,6 +93,17 @@ struct ScaledInt4Converter {
 
   __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pairs)[4]) const {
     codec.expand(word, pairs);
+    multiply(pairs);
+  }
+
+  // Nibbles 2 i and 2 i + 1 as pair i.
+  __device__ __forceinline__ void expand_in_order(uint32_t word, uint32_t (&pairs)[4]) const {
+    codec.expand_in_order(word, pairs);
+    multiply(pairs);
+  }
+
+ private:
+  __device__ __forceinline__ void multiply(uint32_t (&pairs)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (__is_same(T, __half)) {

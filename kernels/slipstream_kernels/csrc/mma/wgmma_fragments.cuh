@@ -22,8 +22,6 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
   return (uint64_t{128 >> 4} << 32) | (uint64_t{k_stride >> 4} << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-#define SLIPSTREAM_LIST48                                                                                             \
-  SLIPSTREAM_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define SLIPSTREAM_PRODUCT(N, TYPES, LIST, A0, A1, A2, A3, B, ADD, ...)                                               \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" N                 \
                TYPES " {" LIST "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B SLIPSTREAM_FLAGS                        \
@@ -65,7 +63,6 @@ __device__ __forceinline__ void multiply_fragment(float (&d)[N / 2], const uint3
 #undef SLIPSTREAM_FLAGS
 }
 
-#undef SLIPSTREAM_LIST48
 #undef SLIPSTREAM_PRODUCT
 #undef SLIPSTREAM_PRODUCT_OF
 

@@ -5,10 +5,10 @@
 #define SLIPSTREAM_LIST16 SLIPSTREAM_LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SLIPSTREAM_LIST24 SLIPSTREAM_LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define SLIPSTREAM_LIST32 SLIPSTREAM_LIST24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define SLIPSTREAM_LIST64                                                                                         \
-  SLIPSTREAM_LIST32                                                                                               \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SLIPSTREAM_LIST40 SLIPSTREAM_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SLIPSTREAM_LIST48 SLIPSTREAM_LIST40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define SLIPSTREAM_LIST56 SLIPSTREAM_LIST48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define SLIPSTREAM_LIST64 SLIPSTREAM_LIST56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define SLIPSTREAM_LIST96                                                                                         \
   SLIPSTREAM_LIST64                                                                                               \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \

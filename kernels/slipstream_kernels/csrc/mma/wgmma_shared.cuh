@@ -25,14 +25,21 @@ namespace slipstream {
     SLIPSTREAM_PRODUCT("32", TYPES, SLIPSTREAM_LIST16, "16", "17", "18", SLIPSTREAM_SUMS16(0));                  \
   } else if constexpr (N == 64) {                                                                               \
     SLIPSTREAM_PRODUCT("64", TYPES, SLIPSTREAM_LIST32, "32", "33", "34", SLIPSTREAM_SUMS32(0));                  \
+  } else if constexpr (N == 80) {                                                                               \
+    SLIPSTREAM_PRODUCT("80", TYPES, SLIPSTREAM_LIST40, "40", "41", "42", SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS8(32));   \
+  } else if constexpr (N == 96) {                                                                               \
+    SLIPSTREAM_PRODUCT("96", TYPES, SLIPSTREAM_LIST48, "48", "49", "50", SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS16(32));  \
+  } else if constexpr (N == 112) {                                                                              \
+    SLIPSTREAM_PRODUCT("112", TYPES, SLIPSTREAM_LIST56, "56", "57", "58", SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS16(32), \
+                       SLIPSTREAM_SUMS8(48));                                                                   \
   } else {                                                                                                      \
     SLIPSTREAM_PRODUCT("128", TYPES, SLIPSTREAM_LIST64, "64", "65", "66", SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32)); \
   }
 
-// T: __half, __nv_bfloat16 or __nv_fp8_e4m3, of a and b.  N: 16, 32, 64, 128.  adds 0: d is overwritten.
+// T: __half, __nv_bfloat16 or __nv_fp8_e4m3, of a and b.  N: 16, 32, 64, 80, 96, 112, 128.  adds 0: d is overwritten.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_shared(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
-  static_assert(N == 16 || N == 32 || N == 64 || N == 128);
+  static_assert(N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 112 || N == 128);
   if constexpr (__is_same(T, __nv_fp8_e4m3)) {
 #define SLIPSTREAM_FLAGS ", add, 1, 1;}\n"
     SLIPSTREAM_PRODUCT_OF("k32.f32.e4m3.e4m3")

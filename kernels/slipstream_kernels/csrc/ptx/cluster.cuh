@@ -67,6 +67,15 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       "l"(hint) : "memory");
 }
 
+// Copies the map's box at (x, y, z) to shared memory; what lies outside of the tensor becomes zero.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t hint, int x,
+                                         int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(hint)
+      : "memory");
+}
+
 // Copies the map's box at (x, y); what lies outside of the tensor becomes zero.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t hint, int x,
                                          int y) {
