@@ -82,10 +82,11 @@ struct SkinnyGemmW4A16Consumer {
   }
 
  private:
-  // The warp's block of a stage, copied to registers so that the stage is released at once.
+  // The warp's block of a stage, copied to registers.
   struct Weights {
     uint2 qweight[4];
     uint32_t packed_scales[SHAPE::kGroups][2];
+    uint32_t empty;   // the stage's barrier
   };
 
   __device__ __forceinline__ void multiply_chunk(int num_tiles, bool has_block, const BlockOperands<SHAPE>& now,
@@ -97,7 +98,14 @@ struct SkinnyGemmW4A16Consumer {
       if (tile >= num_tiles) break;
       if (tile + 1 < num_tiles) weights[(tile + 1) % 2] = take_stage();
       if (has_block) multiply(weights[tile % 2], now, sums.of[tile]);
+      release(weights[tile % 2]);
     }
+  }
+
+  // Not before the weights have been multiplied: their loads may still be under way, and would find those that follow.
+  __device__ __forceinline__ void release(const Weights& weights) const {
+    __syncwarp();
+    if (lane == 0) arrive(weights.empty);
   }
 
   __device__ __forceinline__ Weights take_stage() {
@@ -105,6 +113,7 @@ struct SkinnyGemmW4A16Consumer {
     const uint32_t scales = stage + SHAPE::kScaleOffset + (p.is_channelwise != 0 ? 0 : warp * SHAPE::kScaleBytes);
     wait_barrier(full, state.parity);
     Weights weights;
+    weights.empty = full + 8;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       weights.qweight[step] = load_shared_8(stage + warp * SHAPE::kBlockBytes + step * 256 + lane * 8);
@@ -116,8 +125,6 @@ struct SkinnyGemmW4A16Consumer {
         weights.packed_scales[group][half] = load_shared_4(scales + ((lane / 4 + 8 * half) * SHAPE::kGroups + group) * 4);
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(full + 8);
     state.advance();
     return weights;
   }
