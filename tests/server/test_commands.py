@@ -49,7 +49,7 @@ def test_the_gateway_s_garbage_collector_passes_over_what_it_started_with() -> N
     """A look through it takes 50 ms, in which no stream goes on."""
     code = (
         "import gc\nfrom slipstream.server import serve\nfrom slipstream.server.options import GatewayOptions\n"
-        "options = GatewayOptions()\nserve.make_config(options, serve.open_counts(options, None), False).load()\n"
+        "options = GatewayOptions()\nserve.make_config(options, serve.open_counts(options, None), None, False).load()\n"
         "print(gc.get_freeze_count(), len(gc.get_objects()), gc.get_threshold()[0])"
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

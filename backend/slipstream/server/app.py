@@ -92,9 +92,9 @@ class Counts:
 
 
 def make_shared(folder: Path, options: GatewayOptions) -> Shared:
-    metrics = make_file(folder, options.workers, _names(options))
+    metrics = make_file(folder, options.num_processes, _names(options))
     (folder / "responses").mkdir(mode=0o700)
-    ledger = make_ledger(folder / "ledger", len(options.api_keys), options.workers)
+    ledger = make_ledger(folder / "ledger", len(options.api_keys), options.num_processes)
     return Shared(metrics, ledger, folder / "responses")
 
 
@@ -102,7 +102,7 @@ def open_counts(options: GatewayOptions, shared: Shared | None) -> Counts:
     """shared: None for a process on its own."""
     metrics = Metrics(shared.metrics if shared else None, _names(options))
     folder, most_bytes = shared.responses if shared else None, options.max_stored_bytes
-    store = ResponseStore(folder, most_bytes, options.stored_response_ttl_s, options.workers)
+    store = ResponseStore(folder, most_bytes, options.stored_response_ttl_s, options.num_processes)
     return Counts(metrics, Ledger(len(options.api_keys), shared.ledger if shared else None), store)
 
 

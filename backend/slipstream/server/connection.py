@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import select
+import socket
 import sys
 from collections import deque
 from http import HTTPStatus
@@ -22,23 +23,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from slipstream.server.connection_pool import ConnectionPool
 from slipstream.server.errors import RETRY_AFTER_S, error_body
+from slipstream.server.handover import HAND_OVER, HANDED_OVER, as_sent, give
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
 
 MAX_PIPELINED_REQUESTS = 16  # requests sent before an earlier answer; each costs some kB at any length
 _PIECE_BYTES = 1 << 14  # bytes per call of the parser, by which a limit may be exceeded
 _LINE_BYTES = 4  # colon, space and line end, which belong to a header, too
+_DRAIN_PERIOD_S = 0.01
 _HANGUP_PERIOD_S = 1.0  # between two checks for a client that has left
 # of max_total_body_bytes: what bodies that are not complete may have, and what is left to them once they have more
 _UNFINISHED, _LEFT_UNFINISHED = 0.75, 0.7
 
 
 class GatewayConfig(uvicorn.Config):
-    """uvicorn's settings and ours, for all connections of a worker."""
+    """uvicorn's settings and ours, for all connections of a worker. queue: to the reader, None in that itself."""
 
-    def __init__(self, options: GatewayOptions, metrics: Metrics, **settings: Any) -> None:
+    def __init__(self, options: GatewayOptions, metrics: Metrics, queue: socket.socket | None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.options, self.metrics = options, metrics
+        self.options, self.metrics, self.queue = options, metrics, queue
         self.pool = ConnectionPool()
 
 
@@ -70,6 +73,7 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._limits, self._metrics, self._pool = config.options, config.metrics, config.pool
+        self._queue = config.queue
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._hangup: asyncio.TimerHandle | None = None
@@ -172,6 +176,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        extensions: dict[str, Any] = {HANDED_OVER: {}} if self._queue is None else {HAND_OVER: self._hand_over}
+        cycle.scope["extensions"] = extensions
         is_old = cycle.scope["http_version"] == "1.0"
         framed: Any = _until_the_end(cycle, app) if is_old else app
         super()._start_asgi_task(cycle, framed)
@@ -252,6 +258,21 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head, self._num_unparsed_bytes = False, 0
         self._unanswered.clear()
         self._share()
+
+    # ---- the reader
+
+    async def _hand_over(self, scope: Scope, body: list[bytes]) -> None:
+        """Let the reader answer this request: the connection is its from then on. Raises BusyError."""
+        assert self._queue is not None
+        deadline = self.loop.time() + self._limits.send_timeout_s
+        while self.transport.get_write_buffer_size():  # of an earlier answer
+            if self.loop.time() > deadline:
+                self._stop_sending()
+            await asyncio.sleep(_DRAIN_PERIOD_S)
+        if not self.transport.is_closing():
+            await give(self._queue, self.transport.get_extra_info("socket"), as_sent(scope, body))
+            self.transport.abort()
+        await asyncio.sleep(0)  # until the connection knows that it is lost
 
     # ---- time
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.server.body_cost import reading_us
 from slipstream.server.chat_page import is_page
 from slipstream.server.errors import RETRY_AFTER_S, ApiError, is_of_messages
 from slipstream.server.gateway import CLIENT_GONE
+from slipstream.server.handover import HAND_OVER, HANDED_OVER, BusyError
 from slipstream.server.hosts import HostRule
 from slipstream.server.ledger import Ledger
 from slipstream.server.metrics import Metrics
@@ -26,6 +28,7 @@ from slipstream.server.tracing import GatewayTracing
 from slipstream.server.turns import MAX_READ_AT_ONCE_BYTES, Turn, Turns
 
 logger = logging.getLogger(__name__)
+MAX_READING_US = 20_000  # of a body that a worker reads on its event loop
 _ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -65,7 +68,7 @@ class Guard:
             return await self._app(scope, receive, send)
         record = RequestRecord(scope["method"], scope["path"])
         record.adopt_id(_header(scope, b"x-request-id").decode("latin-1"))
-        body = _Body(receive)
+        body = _Body(scope, receive)
         answer = _Answer(send, record, body)
         endpoint = _endpoint(scope["path"])
         if endpoint in _COUNTED:
@@ -77,7 +80,7 @@ class Guard:
             if not is_open and scope["method"] != "OPTIONS":
                 answer.lease = lease = self._find(scope, lease)
             self._check(scope, endpoint, lease)
-            if endpoint in _COUNTED:
+            if endpoint in _COUNTED and HANDED_OVER not in scope["extensions"]:
                 lease.begin()
             if endpoint not in _COUNTED or scope["method"] != "POST":
                 self._begin_answer(body)
@@ -91,7 +94,8 @@ class Guard:
             self._num_body_bytes -= body.num_bytes
             if body.is_answered:
                 self._metrics.add("requests_in_flight", -1)
-            self._count(endpoint, record, lease)
+            if not body.is_handed_over:
+                self._count(endpoint, record, lease)
 
     def _count(self, endpoint: str, record: RequestRecord, lease: Lease) -> None:
         now = time.monotonic()
@@ -154,9 +158,7 @@ class Guard:
             body.end_turn()
         message = await body.receive()
         if message["type"] == "http.request":
-            num_bytes = len(message.get("body", b""))
-            body.num_bytes += num_bytes
-            self._num_body_bytes += num_bytes
+            self._num_body_bytes += body.add(message.get("body", b""))
             if body.num_bytes > self._max_body_bytes:
                 raise self._too_large(lease)
             if self._num_body_bytes > self._max_total_body_bytes:
@@ -166,10 +168,18 @@ class Guard:
                 raise ApiError(503, told, code="unavailable", retry_after_s=RETRY_AFTER_S)
             if not message.get("more_body", False):
                 await self._complete(body, lease)
-        return message
+        return {"type": "http.disconnect"} if body.is_handed_over else message
 
     async def _complete(self, body: _Body, lease: Lease) -> None:
         body.is_complete = True
+        try:
+            await body.hand_over_if_dear()
+        except BusyError:
+            lease.count_refusal("reader")
+            told = "Too many requests wait to be read whose bodies have very many values; try again later"
+            raise ApiError(503, told, code="unavailable", retry_after_s=RETRY_AFTER_S) from None
+        if body.is_handed_over:
+            return
         if not body.is_answered:
             self._check_room(lease)
             self._begin_answer(body)
@@ -187,11 +197,34 @@ class _Body:
     """A request's, which is kept until that is answered. num_bytes: received so far. is_answered: the request counts as
     one that is being answered. turn: of a large one, until the request has been read."""
 
+    scope: Scope
     receive: Receive
     num_bytes: int = 0
     is_complete: bool = False
     is_answered: bool = False
+    is_handed_over: bool = False
     turn: Turn | None = None
+    _parts: list[bytes] = field(default_factory=list)  # until it is complete
+    _reading_us: float = 0.0
+
+    def add(self, part: bytes) -> int:
+        """Returns its length."""
+        self.num_bytes += len(part)
+        if HAND_OVER in self.scope["extensions"]:
+            self._parts.append(part)
+            self._reading_us += reading_us(part)
+        return len(part)
+
+    async def hand_over_if_dear(self) -> None:
+        """Once it is complete. Raises BusyError."""
+        parts, self._parts = self._parts, []
+        if self._reading_us > MAX_READING_US:
+            self.is_handed_over = True  # or its client has left meanwhile, and nobody answers
+            try:
+                await self.scope["extensions"][HAND_OVER](self.scope, parts)
+            except BusyError:
+                self.is_handed_over = False
+                raise
 
     def end_turn(self) -> None:
         if self.turn is not None:

@@ -84,6 +84,11 @@ class GatewayOptions:
     log_format: str = "text"
     is_strict: bool = False
 
+    @property
+    def num_processes(self) -> int:
+        """That answer requests: the workers and the reader."""
+        return self.workers + 1
+
     def __post_init__(self) -> None:
         for name in _COUNTS:
             if getattr(self, name) < 1:

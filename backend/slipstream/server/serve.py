@@ -1,6 +1,7 @@
-"""Run the gateway: one process, or several behind one listening socket. Called by `slipstream serve-openai`.
+"""Run the gateway: one worker, or several behind one listening socket. Called by `slipstream serve-openai`.
 
-The parent of several workers only holds the socket and starts workers, again when one died.
+One worker is the process itself. The parent of several only holds the socket and starts workers, again when one died.
+Either starts the reader (reader.py) when a worker has a request for it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import multiprocessing
 import resource
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import SpawnProcess
 from socket import AF_INET, AF_INET6, IPPROTO_TCP, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,12 +27,15 @@ from slipstream.core.errors import ConfigError
 from slipstream.server import request_log
 from slipstream.server.app import Counts, Shared, create_app, make_shared, open_counts
 from slipstream.server.connection import BoundedConnection, GatewayConfig
+from slipstream.server.handover import ADDED_HEADER_BYTES, ADDED_HEADERS, make_queue
 from slipstream.server.options import GatewayOptions
+from slipstream.server.reader import Reader, ReaderServer
 from slipstream.server.shared_folder import hold, shared_folder
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 _CHECK_S = 0.5
+_SPAWN = multiprocessing.get_context("spawn")
 _NEW_OBJECTS = 10_000  # between two looks of the garbage collector; a large request has 200,000 at once
 
 
@@ -43,10 +50,22 @@ def serve(options: GatewayOptions) -> None:
         shared = make_shared(folder, options)
         listening = listen(options.host, options.port)
         options = replace(options, port=listening.getsockname()[1])
-        if options.workers == 1:
-            _work(options, shared, listening, announces=True)
-        else:
-            _supervise(options, shared, listening)
+        with _reader(options, shared) as (reader, queue):
+            if options.workers == 1:
+                _work(options, shared, listening, queue, announces=True, reader=reader)
+            else:
+                _supervise(options, shared, listening, queue, reader)
+
+
+@contextmanager
+def _reader(options: GatewayOptions, shared: Shared) -> Iterator[tuple[Reader, socket]]:
+    """The reader, and the queue by which workers hand requests over to it."""
+    giving, taking = make_queue()
+    reader = Reader(taking, partial(_SPAWN.Process, target=_read, args=(options, shared, taking)))
+    try:
+        yield reader, giving
+    finally:
+        reader.end(options.shutdown_timeout_s + 5)
 
 
 def _end(*_: object) -> None:
@@ -71,10 +90,12 @@ def listen(host: str, port: int) -> socket:
     return listening
 
 
-def make_config(options: GatewayOptions, counts: Counts, announces: bool) -> GatewayConfig:
+def make_config(options: GatewayOptions, counts: Counts, queue: socket | None, announces: bool) -> GatewayConfig:
+    """queue: to the reader, None in that itself."""
     return GatewayConfig(
         options,
         counts.metrics,
+        queue,
         app=partial(_made_app, options, counts, announces),
         factory=True,
         host=options.host,
@@ -102,20 +123,51 @@ def _made_app(options: GatewayOptions, counts: Counts, announces: bool) -> FastA
     return app
 
 
-def _work(options: GatewayOptions, shared: Shared, listening: socket, announces: bool) -> None:
+class _Server(uvicorn.Server):
+    """reader: ends as soon as this does, where that is of this process."""
+
+    reader: Reader | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.reader is not None:
+            self.reader.begin_end()
+
+
+def _work(
+    options: GatewayOptions,
+    shared: Shared,
+    listening: socket,
+    queue: socket,
+    announces: bool,
+    reader: Reader | None = None,
+) -> None:
     request_log.set_up(options.log_level, options.log_format)
     hold(shared.responses.parent)
-    uvicorn.Server(make_config(options, open_counts(options, shared), announces)).run(sockets=[listening])
+    server = _Server(make_config(options, open_counts(options, shared), queue, announces))
+    server.reader = reader
+    server.run(sockets=[listening])
 
 
-def _supervise(options: GatewayOptions, shared: Shared, listening: socket) -> None:
+def _read(options: GatewayOptions, shared: Shared, queue: socket) -> None:
+    """The reader's process. What a worker has accepted is a little longer when it comes."""
+    request_log.set_up(options.log_level, options.log_format)
+    hold(shared.responses.parent)
+    options = replace(
+        options,
+        max_headers=options.max_headers + ADDED_HEADERS,
+        max_header_bytes=options.max_header_bytes + ADDED_HEADER_BYTES,
+    )
+    ReaderServer(make_config(options, open_counts(options, shared), None, announces=False), queue).run()
+
+
+def _supervise(options: GatewayOptions, shared: Shared, listening: socket, queue: socket, reader: Reader) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    context = multiprocessing.get_context("spawn")
 
     def start(announces: bool = False) -> SpawnProcess:
-        worker = context.Process(target=_work, args=(options, shared, listening, announces))
+        worker = _SPAWN.Process(target=_work, args=(options, shared, listening, queue, announces))
         worker.start()
         return worker
 
@@ -125,6 +177,7 @@ def _supervise(options: GatewayOptions, shared: Shared, listening: socket) -> No
             if not worker.is_alive():
                 logger.error("worker %s ended with %s: starting another", worker.pid, worker.exitcode)
                 workers[index] = start()
+    reader.begin_end()
     for worker in workers:
         worker.terminate()
     for worker in workers:

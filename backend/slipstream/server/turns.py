@@ -1,7 +1,7 @@
 """Large requests are read one at a time, with a pause behind each, in which the event loop serves the others.
 
-A body of 4 MiB takes the event loop up to 0.6 s, in calls of C that nothing interrupts: twelve of them, one behind the
-other, held up every small request for 16 s. Event loop thread.
+A body of 4 MiB takes the event loop of the reader up to 0.8 s, in calls of C that nothing interrupts, and that of a
+worker up to 20 ms: twelve of the former, one behind the other, held up every other request for 16 s. Event loop thread.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""Bodies of very many values are read by a process of their own, whose answers are those of a worker."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import psutil
+import pytest
+from fake_triton import FakeTriton
+from gateway import GatewayProcess
+from patience import PATIENCE_S, wait_until
+from slipstream.server.body_cost import reading_us
+from slipstream.server.guard import MAX_READING_US
+
+CHAT = "/v1/chat/completions"
+DEAR = [""] * 12_000
+HEADERS = {"content-type": "application/json", "authorization": "Bearer sk-a"}
+PER_MINUTE = 40
+
+
+@pytest.fixture(scope="module")
+def keyed(fake_triton: FakeTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "a", "key": "sk-a", "requests_per_minute": PER_MINUTE}]}))
+    with GatewayProcess(fake_triton.url, ["--api-key-file", str(file), "--max-body-bytes", str(1 << 20)]) as running:
+        yield running
+
+
+def body_of(script: dict[str, Any], **fields: Any) -> bytes:
+    turns = [{"role": "user", "content": json.dumps(script)}]
+    return json.dumps({"model": "plain", "messages": turns, "dear": DEAR, **fields}).encode()
+
+
+def connect(gateway: GatewayProcess) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+
+
+def post(gateway: GatewayProcess, body: Any, path: str = CHAT, **headers: str) -> tuple[http.client.HTTPResponse, str]:
+    connection = connect(gateway)
+    with closing(connection):
+        connection.request("POST", path, body, {**HEADERS, **headers})
+        reply = connection.getresponse()
+        return reply, reply.read().decode()
+
+
+def readers(gateway: GatewayProcess) -> list[psutil.Process]:
+    """The children that multiprocessing has started for a task."""
+    children = psutil.Process(gateway.process.pid).children()
+    return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
+
+
+def test_text_is_cheap_and_values_are_dear() -> None:
+    text = json.dumps({"content": 'if (a["x"] == "\\n") { b = "{}"; }\n' * 10_000}).encode()
+    assert len(text) > 400_000 and reading_us(text) < MAX_READING_US
+    many = dict.fromkeys(map(str, range(20_000)))
+    for dear in ([{"type": "text", "text": ""}] * 10_000, [[]] * 100_000, [1] * 400_000, many):
+        assert reading_us(json.dumps(dear).encode()) > MAX_READING_US
+
+
+def test_answers_are_those_of_a_worker(keyed: GatewayProcess) -> None:
+    assert not readers(keyed)
+    reply, text = post(keyed, body_of({"pieces": ["Hel", "lo"]}), **{"x-request-id": "mine"})
+    assert reply.status == 200 and json.loads(text)["choices"][0]["message"]["content"] == "Hello"
+    assert (reply.getheader("x-request-id"), reply.getheader("connection")) == ("mine", "close")
+    assert "dear" in (reply.getheader("warning") or "") and len(readers(keyed)) == 1
+    reply, text = post(keyed, body_of({"pieces": ["Hel", "lo"]}, stream=True))
+    assert reply.status == 200 and text.count('"content":"') == 3 and text.endswith("data: [DONE]\n\n")
+    reply, text = post(keyed, body_of({}, temperature="warm"))
+    assert reply.status == 400 and json.loads(text)["error"]["param"] == "temperature"
+    reply, text = post(keyed, body_of({}), authorization="Bearer sk-b")
+    assert reply.status == 401
+
+
+def test_a_body_in_chunks_and_one_that_is_asked_for(keyed: GatewayProcess) -> None:
+    body = body_of({"pieces": ["x"]})
+    reply, _ = post(keyed, (body[start : start + 5000] for start in range(0, len(body), 5000)))
+    assert reply.status == 200
+    head = f"POST {CHAT}?a=b HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: {len(body)}\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items()) + "\r\n"
+    with closing(socket.create_connection(("127.0.0.1", keyed.port), timeout=PATIENCE_S)) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")
+        connection.sendall(body + b"GET /health HTTP/1.1\r\n\r\n")  # the next one is not answered: the first one closes
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_connection_that_was_used_before(keyed: GatewayProcess) -> None:
+    with closing(connect(keyed)) as connection:
+        for body in (b'{"model": "plain", "messages": 1}', body_of({}, messages=1)):
+            connection.request("POST", CHAT, body, HEADERS)
+            assert connection.getresponse().read().startswith(b'{"error"')
+
+
+def test_a_request_counts_once(keyed: GatewayProcess) -> None:
+    before = keyed.metrics()
+    reply, _ = post(keyed, body_of({"pieces": ["x"]}), **{"x-request-id": "once"})
+    left = int(reply.getheader("x-ratelimit-remaining-requests") or 0)
+    reply, _ = post(keyed, body_of({"pieces": ["x"]}))
+    assert left - int(reply.getheader("x-ratelimit-remaining-requests") or 0) == 1
+    wait_until(lambda: keyed.log.count("id=once ") == 1, "its line in the log")
+    name = 'slipstream_gateway_requests_total{endpoint="chat",status="200"}'
+    wait_until(lambda: keyed.metrics()[name] - before.get(name, 0) == 2, "both to be counted")
+    assert keyed.metrics()["slipstream_gateway_requests_in_flight"] == 1  # this one
+
+
+def test_a_client_that_leaves_cancels_its_request(keyed: GatewayProcess, fake_triton: FakeTriton) -> None:
+    fake_triton.cancelled.clear()
+    connection = connect(keyed)
+    connection.request("POST", CHAT, body_of({"pieces": ["x"], "hang": True}, stream=True), HEADERS)
+    assert connection.getresponse().status == 200
+    connection.sock.close() if connection.sock else connection.close()
+    assert fake_triton.cancelled.wait(PATIENCE_S)
+
+
+def test_a_reader_that_died_is_started_again_and_ends_with_its_gateway(keyed: GatewayProcess) -> None:
+    assert post(keyed, body_of({"pieces": ["x"]}))[0].status == 200
+    [reader] = readers(keyed)
+    reader.kill()
+    assert post(keyed, body_of({"pieces": ["x"]}))[0].status == 200
+    [reader] = readers(keyed)
+    keyed.process.send_signal(signal.SIGKILL)
+    keyed.process.wait(PATIENCE_S)
+    wait_until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE, "the reader's end")
