@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from slipstream.core.errors import ConfigError
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models import module_lists
 from slipstream.nn.models.module_lists import matcher, matches
+from slipstream.nn.models.quantization import modules_left_out
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 MEANT = {  # entry -> modules that it means; it means no other of all these
     "lm_head": ["lm_head"],
@@ -34,3 +41,62 @@ def test_an_entry(entry: str) -> None:
 def test_a_pattern_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match=r"'re:\(' is not a regular expression: missing \)"):
         matcher(("lm_head", "re:("))
+
+
+EXPRESSIONS = (
+    r".*gate",
+    r"model\.layers\.\d+\.mlp\.gate",
+    "model.layers.[0-9]+.mlp",
+    "model.layers.(1|2).self_attn.q_proj$",
+    "^lm_head$",
+    r".*\.layers\.10\..*",
+    "model.layers.1{2}",
+)
+
+
+@pytest.mark.parametrize("entry", EXPRESSIONS)
+@pytest.mark.parametrize("method", ["awq", "fp8", "fbgemm_fp8"])
+def test_an_expression_without_its_mark_means_what_transformers_takes_it_for(entry: str, method: str) -> None:
+    found = left_out({"quant_method": method, "modules_to_not_convert": [entry]})
+    assert found == [module for module in MODULES if not should_convert_module(module, [entry])]
+
+
+def left_out(quantization: dict[str, Any], modules: list[str] = MODULES) -> list[str]:
+    return sorted(modules_left_out(HFConfig("config.json quantization_config", quantization), modules))
+
+
+ENDLESS = r"(\w|\w\w|\.)*$(?<!j)"
+LONG_NAME = "model.layers.1.mlp.gate_proj" + ".layers.1.mlp.gate_proj" * 20
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        ({"quant_method": "awq", "modules_to_not_convert": [f"re:{ENDLESS}"]}, "modules_to_not_convert"),
+        ({"quant_method": "fp8", "ignored_layers": [ENDLESS]}, "ignored_layers"),
+        ({"quant_method": "compressed-tensors", "ignore": [f"re:{ENDLESS}"]}, "ignore"),
+        ({"quant_method": "gptq", "dynamic": {f"-:{ENDLESS}": {}}}, "dynamic"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": [f"re:{ENDLESS}"]}}},
+            "config_groups g targets",
+        ),
+    ],
+)
+def test_an_expression_that_takes_for_ever_ends_the_load_by_name(
+    quantization: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_lists, "EXPRESSION_TIMEOUT_S", 0.1)
+    told = rf"{field}=.* takes more than 0\.1 s to match .*; accepted: names of modules"
+    with pytest.raises(ConfigError, match=told):
+        left_out(quantization, [LONG_NAME])
+
+
+@pytest.mark.parametrize("entry", ["*".join(LONG_NAME[:40]) + "*!", r"re:(\w+\.?)+[!x]", r"re:(a|a|\w|\.)*!"])
+def test_an_expression_that_takes_re_for_ever_takes_no_time(entry: str) -> None:
+    assert left_out({"quant_method": "modelopt", "exclude_modules": [entry]}, [LONG_NAME]) == []
+
+
+def test_a_list_that_takes_long_in_all_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_lists, "LIST_TIMEOUT_S", 0.0)
+    with pytest.raises(ConfigError, match=r"ignore=.*takes more than 0 s to match; accepted: names of modules"):
+        left_out({"quant_method": "compressed-tensors", "ignore": ["re:.*gate"]})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.module_lists import HEAD, entries_of, groups_of, matcher
+from slipstream.nn.models.module_lists import HEAD, entries_of, groups_of, modules_meant
 from slipstream.nn.stored_format import StoredFormat
 
 BLOCK_SIZE = [128, 128]
@@ -53,7 +53,7 @@ def _group(section: HFConfig, modules: Sequence[str]) -> tuple[HFConfig, HFConfi
     if groups is None or group is None or weights is None:
         what = f"{modules[0]} and its like"
         raise section.error("config_groups", f"must have one group with weights for {what}, as for Linear")
-    ignored = matcher(entries_of(section, "ignore"))(HEAD)
+    ignored = modules_meant(section, "ignore", entries_of(section, "ignore"), [HEAD])
     return group, weights, not ignored and groups_of(groups, [HEAD]) == names
 
 

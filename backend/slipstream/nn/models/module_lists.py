@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
+
+import regex
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.family import LLAMA_NAMES
@@ -13,6 +16,7 @@ from slipstream.nn.stored_names import Names, tensor_name
 HEAD = tensor_name(LLAMA_NAMES, "lm_head", 0)
 TEXT_MODEL = "language_model"
 PATTERN = "re:"  # before a regular expression
+EXPRESSION_TIMEOUT_S, LIST_TIMEOUT_S = 1.0, 60.0  # of one expression with one module; of a list with all modules
 LINEAR = "Linear"  # every linear layer, as a target
 ATTENTION_PARTS = ("q", "k", "v", "o")
 MLP_PARTS = ("gate", "up", "down")
@@ -36,6 +40,31 @@ def check_patterns(section: HFConfig, key: str, entries: tuple[str, ...]) -> Non
         matcher(entries)
     except ValueError as error:
         raise section.error(key, str(error)) from None
+
+
+def modules_meant(section: HFConfig, key: str, entries: tuple[str, ...], modules: Iterable[str]) -> list[str]:
+    """Those of these modules that any of the entries under `key` means.
+
+    Raises ConfigError for expressions that take too long: some take for ever, and their author is a stranger.
+    """
+    is_meant, deadline, found = matcher(entries), time.monotonic() + LIST_TIMEOUT_S, []
+    for module in modules:
+        try:
+            if is_meant(module):
+                found.append(module)
+        except TimeoutError as error:
+            raise section.error(key, str(error)) from None
+        if time.monotonic() > deadline:
+            raise section.error(key, f"takes more than {LIST_TIMEOUT_S:g} s to match; accepted: names of modules")
+    return found
+
+
+def as_transformers_reads(entry: str) -> str:
+    """An entry of modules_to_not_convert with the mark of an expression, if only one can be meant: transformers takes
+    each entry for one that ends where a part of a name does."""
+    if entry.startswith(PATTERN) or not _ONLY_EXPRESSION.search(entry):
+        return entry
+    return rf"{PATTERN}(?:{entry})(?:(?<=\.)|(?=\.|$))"
 
 
 def matches(entry: str, module: str) -> bool:
@@ -68,20 +97,20 @@ class _Entries:
     """Of one spelling of names."""
 
     def __init__(self, entries: Iterable[str]) -> None:
-        self._patterns: list[re.Pattern[str]] = []
+        self._patterns: list[Callable[[str], bool]] = []
         self._names: set[str] = set()
         for entry in entries:
             if entry.startswith(PATTERN):
-                self._patterns.append(_compiled(entry))
+                self._patterns.append(_compiled(entry.removeprefix(PATTERN), entry))
             elif "*" in entry:
-                self._patterns.append(re.compile(re.escape(entry).replace(r"\*", ".*") + r"\Z"))
+                self._patterns.append(_compiled(re.escape(entry).replace(r"\*", ".*") + r"\Z", entry))
             else:
                 self._names.add(entry.strip("."))  # some lists end each entry with a dot
         self._lengths = sorted({name.count(".") + 1 for name in self._names})
         self.is_any = bool(self._patterns or self._names)
 
     def mean(self, module: str) -> bool:
-        if self._patterns and any(pattern.match(module) for pattern in self._patterns):
+        if self._patterns and any(is_match(module) for is_match in self._patterns):
             return True
         if len(self._names) <= _FEW:
             return bool(self._names) and any(f".{name}." in f".{module}." for name in self._names)
@@ -90,11 +119,35 @@ class _Entries:
         return any(".".join(parts[start:stop]) in self._names for start, stop in runs)
 
 
-def _compiled(entry: str) -> re.Pattern[str]:
+# Of names and globs none has these.
+_ONLY_EXPRESSION = re.compile(r"^\.\*|[\\^$|()\[\]{}+?]")
+_REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether each module's name takes less than some milliseconds: the usual case, in which nobody looks at a clock,
+    which takes 2 us."""
+    is_short = len(_REPEATS.findall(pattern)) <= 3 and pattern.count("|") <= 4
+    return is_short and not _REPEATED_GROUP.search(pattern)
+
+
+def _compiled(pattern: str, entry: str) -> Callable[[str], bool]:
+    """Whether a module's name begins with what the pattern describes, or TimeoutError. Raises ValueError."""
     try:
-        return re.compile(entry.removeprefix(PATTERN))
-    except re.error as error:
+        plain, timed = re.compile(pattern), regex.compile(pattern)
+    except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{entry!r} is not a regular expression: {error}") from None
+    if _is_quick(pattern):
+        return lambda module: plain.match(module) is not None
+
+    def is_match(module: str) -> bool:
+        try:
+            return timed.match(module, timeout=EXPRESSION_TIMEOUT_S) is not None
+        except TimeoutError:
+            told = f"{entry!r} takes more than {EXPRESSION_TIMEOUT_S:g} s to match {module!r}"
+            raise TimeoutError(f"{told}; accepted: names of modules") from None
+
+    return is_match
 
 
 def groups_of(groups: HFConfig, modules: Iterable[str]) -> list[str]:
@@ -102,11 +155,16 @@ def groups_of(groups: HFConfig, modules: Iterable[str]) -> list[str]:
 
     A target that names modules comes before one of all linear layers.
     """
-    targets = {name: entries_of(section, "targets") for name in groups.values if (section := groups.section(name))}
-    meant = {name: matcher(entries) for name, entries in targets.items()}
-    of_all = next((name for name, entries in targets.items() if LINEAR in entries), "")
+    modules, of_all = tuple(modules), ""
+    meant: dict[str, Collection[str]] = {}
+    for name in groups.values:
+        section = groups.section(name)
+        if section is not None:
+            entries = entries_of(section, "targets")
+            meant[name] = frozenset(modules_meant(section, "targets", entries, modules))
+            of_all = of_all or (name if LINEAR in entries else "")
 
     def group_of(module: str) -> str:
-        return next((name for name, is_meant in meant.items() if is_meant(module)), of_all)
+        return next((name for name, meant_by in meant.items() if module in meant_by), of_all)
 
     return [group_of(module) for module in modules]

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 from slipstream.nn.hf_config import QUANTIZATION, HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
-from slipstream.nn.models.module_lists import PATTERN, check_patterns, entries_of, groups_of, matcher
+from slipstream.nn.models.module_lists import (
+    PATTERN,
+    as_transformers_reads,
+    check_patterns,
+    entries_of,
+    groups_of,
+    modules_meant,
+)
 from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
@@ -25,6 +32,7 @@ LISTS = {  # of modules that are left unquantised
     "modelopt": ("ignore", "exclude_modules"),
     "fbgemm_fp8": ("modules_to_not_convert",),
 }
+READ_BY_TRANSFORMERS = ("awq", "fp8", "fbgemm_fp8")  # whose lists these are
 
 
 def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
@@ -58,8 +66,10 @@ def modules_left_out(section: HFConfig, modules: Collection[str]) -> dict[str, s
         lists = {key: entries_of(section, key) for key in LISTS.get(method, ())}
     found: dict[str, str] = {}
     for key, entries in lists.items():
-        is_meant = matcher(entries)
-        found |= {module: key for module in modules if is_meant(module)}
+        if method in READ_BY_TRANSFORMERS:
+            entries = tuple(map(as_transformers_reads, entries))
+            check_patterns(section, key, entries)
+        found |= dict.fromkeys(modules_meant(section, key, entries, modules), key)
     groups = section.section("config_groups") if method == "compressed-tensors" else None
     if groups is not None:
         rest = [module for module in modules if module not in found]
