@@ -7,7 +7,6 @@ import difflib
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
 from slipstream.core.chat_messages import for_template
@@ -16,6 +15,7 @@ from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError, refused
 from slipstream.server.gateway import (
     Gateway,
+    check_echo,
     check_time_out,
     finish_reason,
     new_head,
@@ -27,7 +27,7 @@ from slipstream.server.generation import Generation, Response
 from slipstream.server.reasoning import guide_behind, plan_reasoning, with_reasoning
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
 from slipstream.server.schemas import ChatRequest, Message, TextPart
-from slipstream.server.sse import TextEvents, event
+from slipstream.server.sse import TextEvents, event, json_answer, to_bytes
 from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse, plan_tools
@@ -49,13 +49,12 @@ async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> Htt
         writer = ChatWriter(request, model, tools)
         return await gateway.stream(http, [generation], [writer], writer.last)
     [response] = await gateway.run(http, [generation])
-    body = await asyncio.to_thread(whole_answer, request, model, tools, response)  # a call of 1 MB takes seconds
-    await count_reasoning(body, model)
-    return JSONResponse(body)
+    return json_answer(await asyncio.to_thread(_whole_data, request, model, tools, response))
 
 
 def plan_answer(request: ChatRequest, model: Model) -> tuple[Generation, ToolUse]:
     """What the engine is asked for, and how its text is read. Raises ApiError."""
+    check_echo(len(echoed(request)), request.n or 1)
     tools = plan_tools(request, model.tool_format)
     prompt = render(request, model, tools)
     reasoning = plan_reasoning(request, model.reasoning_format, prompt)
@@ -152,6 +151,13 @@ def templated(message: Message, index: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- whole answers
 
 
+def _whole_data(request: ChatRequest, model: Model, tools: ToolUse, response: Response) -> bytes:
+    """Not on the event loop: a call of 1 MB takes seconds to read, log-probabilities as long to write."""
+    body = whole_answer(request, model, tools, response)
+    count_reasoning(body, model)
+    return to_bytes(body)
+
+
 def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: Response) -> dict[str, Any]:
     usage = Usage(model)
     usage.add(response)
@@ -182,12 +188,14 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
     return {**head, "choices": choices, "usage": usage.to_json()}
 
 
-async def count_reasoning(body: dict[str, Any], model: Model) -> None:
-    """Add the tokens of the reasoning to the usage of a whole answer: of its text, as the engine counts all in one."""
+def count_reasoning(body: dict[str, Any], model: Model) -> None:
+    """Add the tokens of the reasoning to the usage of a whole answer: of its text, as the engine counts all in one. Not
+    on the event loop."""
     texts = [text for choice in body["choices"] if (text := choice["message"].get("reasoning_content"))]
     if texts and body["usage"] is not None and model.tokenizer.is_there:
-        count = await asyncio.to_thread(model.tokenizer.count, texts)
-        count = min(count, body["usage"]["completion_tokens"])  # another cut of the text may have more
+        count = min(
+            model.tokenizer.count(texts), body["usage"]["completion_tokens"]
+        )  # another cut of the text may have more
         body["usage"].setdefault("completion_tokens_details", {})["reasoning_tokens"] = count
 
 

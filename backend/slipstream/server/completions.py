@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
 from slipstream.server import logprobs as logprob_forms
@@ -16,6 +15,7 @@ from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import (
     Gateway,
+    check_echo,
     check_time_out,
     finish_reason,
     new_head,
@@ -26,7 +26,7 @@ from slipstream.server.gateway import (
 from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import sampling_parameters
 from slipstream.server.schemas import CompletionRequest
-from slipstream.server.sse import TextEvents, event
+from slipstream.server.sse import TextEvents, event, json_answer, to_bytes
 from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
 from slipstream.server.usage import Usage
 
@@ -45,11 +45,13 @@ async def complete(gateway: Gateway, request: CompletionRequest, http: HttpReque
         writers = [answer.writer(number, generation.prompt) for number, generation in enumerate(generations)]
         return await gateway.stream(http, generations, writers, answer.last)
     responses = await gateway.run(http, generations)
-    return JSONResponse(await asyncio.to_thread(whole_answer, request, model, generations, responses))
+    return json_answer(await asyncio.to_thread(lambda: to_bytes(whole_answer(request, model, generations, responses))))
 
 
 def check(request: CompletionRequest) -> None:
     """Checks that the schema cannot express. Raises ApiError."""
+    if request.echo:
+        check_echo(sum(map(len, prompts_of(request))), request.n or 1)
     if request.suffix:
         raise ApiError(400, "suffix: the model does not fill in the middle, accepted: no suffix", param="suffix")
     if request.best_of not in (None, request.n or 1):
@@ -205,11 +207,15 @@ class CompletionWriter:
         self._has_ids = bool(answer.request.return_token_ids)
         self._is_first = True
         self._offsets = [len(echo)] * self._n
-        indices = range(number * self._n, (number + 1) * self._n)
-        self._texts = [TextEvents(answer.head, partial(_choice, index)) for index in indices]
+        self._texts: dict[int, TextEvents] = {}  # by sequence
+
+    def _text(self, sequence: int, text: str) -> bytes:
+        if sequence not in self._texts:
+            self._texts[sequence] = TextEvents(self._answer.head, partial(_choice, self._number * self._n + sequence))
+        return self._texts[sequence].make(text)
 
     def start(self) -> bytes:
-        return b"".join(texts.make(self._echo) for texts in self._texts) if self._echo else b""
+        return b"".join(self._text(sequence, self._echo) for sequence in range(self._n)) if self._echo else b""
 
     def response(self, response: Response) -> bytes:
         sequence = response.integer("sequence_index") if self._n > 1 else 0
@@ -220,7 +226,7 @@ class CompletionWriter:
         if self._answer.request.max_tokens == 0:
             return self._without_output(response, sequence) if reason else b""
         if not reason and self._form is None and not self._has_ids:
-            return self._texts[sequence].make(text) if text else b""
+            return self._text(sequence, text) if text else b""
         choice = _choice(self._number * self._n + sequence, text)
         if self._has_ids:
             choice |= ids_of_piece(response)

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from tritonclient.grpc import service_pb2
 
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.schemas import EmbeddingRequest
+from slipstream.server.sse import json_answer, to_bytes
 from slipstream.server.tenancy import Lease, num_prompt_tokens
 
 _NAMES = ("embedding", "embeddings")
@@ -27,18 +28,23 @@ _STARTED = int(time.time())
 _BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
 
 
-async def embed(gateway: Gateway, request: EmbeddingRequest, http: HttpRequest) -> JSONResponse:
+async def embed(gateway: Gateway, request: EmbeddingRequest, http: HttpRequest) -> Response:
     texts = [request.input] if isinstance(request.input, str) else request.input
     vectors, num_tokens = await embed_texts(gateway, request.model, texts, http, "input")
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions: got {request.dimensions}, accepted: {vectors.shape[1]}, what this model gives"
         raise ApiError(400, message, param="dimensions")
+    return json_answer(await asyncio.to_thread(_answer, request, vectors, num_tokens))
+
+
+def _answer(request: EmbeddingRequest, vectors: np.ndarray, num_tokens: int) -> bytes:
+    """Not on the event loop: 2,048 texts may have two million numbers."""
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+    return to_bytes({"object": "list", "data": data, "model": request.model, "usage": usage})
 
 
 async def embed_texts(

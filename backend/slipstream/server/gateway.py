@@ -35,6 +35,7 @@ _VERDICT = ("blocked", "block_reason", "block_categories")
 # Bodies up to here are planned on the event loop's thread, in at most a few milliseconds (17 us a message): to hand
 # each to a thread would cost a busy gateway more.
 MAX_PLANNED_AT_ONCE_BYTES = 16 << 10
+MAX_ECHOED_CHARS = 16 << 20  # four bodies of the largest size: n of one would make half a gigabyte
 CLIENT_GONE = 499  # nginx's status; appears in metrics only
 
 
@@ -219,3 +220,10 @@ def check_time_out(text: str, reason: str, timeout_ms: int | None) -> None:
         if timeout_ms:
             raise ApiError(408, f"no token was made within timeout_ms={timeout_ms}", code="timeout", param="timeout_ms")
         raise ApiError(503, "the request timed out before it was served", code="timeout", retry_after_s=1)
+
+
+def check_echo(num_chars: int, n: int) -> None:
+    """Raises ApiError for an echo of so many characters or token ids that its n copies are too many."""
+    if n * num_chars > MAX_ECHOED_CHARS:
+        message = f"echo: would repeat {num_chars} characters or token ids n={n} times"
+        raise ApiError(400, f"{message}, accepted: at most {MAX_ECHOED_CHARS} in all", param="echo")

@@ -28,15 +28,20 @@ class Generation:
     request_id: str = ""
     traceparent: str = ""
 
-    def to_proto(self) -> service_pb2.ModelInferRequest:
+    def settings(self) -> bytes:
+        """`sampling` as the model's tensor has it."""
+        return dumps({"exclude_input_in_output": True, **self.sampling}).encode()
+
+    def to_proto(self, settings: bytes | None = None) -> service_pb2.ModelInferRequest:
+        """settings: as settings() has made them of an equal `sampling`. Raises UnicodeEncodeError for half a
+        surrogate in the prompt."""
         request = service_pb2.ModelInferRequest(model_name=self.model, id=self.request_id)
         if isinstance(self.prompt, str):
-            _add(request, "text_input", "BYTES", 1, _string(self.prompt))
+            _add(request, "text_input", "BYTES", 1, _string(self.prompt.encode("utf-8")))
         else:
             data = struct.pack(f"<{len(self.prompt)}i", *self.prompt)
             _add(request, "input_ids", "INT32", len(self.prompt), data)
-        sampling = {"exclude_input_in_output": True, **self.sampling}
-        _add(request, "sampling_parameters", "BYTES", 1, _string(dumps(sampling)))
+        _add(request, "sampling_parameters", "BYTES", 1, _string(self.settings() if settings is None else settings))
         _add(request, "stream", "BOOL", 1, b"\x01" if self.stream else b"\x00")
         for name in self.outputs:
             request.outputs.add(name=name)
@@ -45,8 +50,7 @@ class Generation:
         return request
 
 
-def _string(text: str) -> bytes:
-    data = text.encode("utf-8")
+def _string(data: bytes) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
+
+import orjson
 
 from slipstream.server.model_tokenizer import ModelTokenizer
 
@@ -45,7 +46,7 @@ def _by_rank(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dic
 
 def parse(text: str) -> list[Entry | None]:
     """The entries of a response; None for the first token of a prompt, which has no context."""
-    return json.loads(text) or [] if text else []
+    return orjson.loads(text) or [] if text else []
 
 
 def chat_logprobs(entries: list[Entry | None], form: LogprobForm) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from slipstream.server.generation import Generation, Response
 
 UNARY_TIMEOUT_S = 10.0
 GRACE_S = 0.25
+MAX_REPEATED_SETTINGS_BYTES = 16 << 20  # of all prompts of a request; 256 of 64 KiB take 30 ms
 END_TIMEOUT_S = 5.0  # max wait for the end of a stream after its error; the client waits for it
 Result = TypeVar("Result")
 _CHANNEL_OPTIONS = [
@@ -124,6 +125,17 @@ async def together(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]
         raise
 
 
+def _written(generations: Sequence[Generation]) -> list[service_pb2.ModelInferRequest]:
+    """The settings of a request are written once, and sent with each of its prompts."""
+    first = generations[0]
+    settings, count = first.settings(), len(generations)
+    if count > 1 and count * len(settings) > MAX_REPEATED_SETTINGS_BYTES:
+        message = f"prompt: has {count} prompts, each of which is sent with settings of {len(settings)} bytes"
+        accepted = f"accepted: at most {MAX_REPEATED_SETTINGS_BYTES} bytes in all; send fewer prompts at a time"
+        raise ApiError(400, f"{message}, {accepted}", param="prompt")
+    return [one.to_proto(settings if one.sampling == first.sampling else None) for one in generations]
+
+
 @dataclass
 class TritonLink:
     """One per worker process; construct it on the event loop that uses it."""
@@ -139,8 +151,9 @@ class TritonLink:
         await self._channel.close()
 
     def generate(self, generations: Sequence[Generation]) -> list[GenerateStream]:
-        """A stream for each, opened only if all are valid. Raises UnicodeEncodeError for a lone surrogate."""
-        requests = [generation.to_proto() for generation in generations]
+        """A stream for each, opened only if all are valid. Raises ApiError for settings that would be sent too often,
+        UnicodeEncodeError for a lone surrogate."""
+        requests = _written(generations)
         calls = [
             self._stub.ModelStreamInfer(metadata=((TRACEPARENT, one.traceparent),) if one.traceparent else None)
             for one in generations  # Triton takes a trace from metadata, the engine from the request

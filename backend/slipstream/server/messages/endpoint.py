@@ -16,6 +16,7 @@ from slipstream.server.messages.answer import FORM, MessageWriter
 from slipstream.server.messages.input import to_chat
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
 from slipstream.server.schemas import ChatRequest
+from slipstream.server.sse import json_answer, to_bytes
 from slipstream.server.tokenize import count
 from slipstream.server.tools.select import plan_tools
 
@@ -31,8 +32,12 @@ async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) ->
         return await gateway.stream(http, [generation], [writer], writer.last, FORM)
     [response] = await gateway.run(http, [generation])
     check_time_out(response.text("text_output"), response.text("finish_reason"), request.timeout_ms)
-    await asyncio.to_thread(writer.response, response)
-    return JSONResponse(writer.body)
+
+    def answer() -> bytes:
+        writer.response(response)
+        return to_bytes(writer.body)
+
+    return json_answer(await asyncio.to_thread(answer))
 
 
 async def count_tokens(gateway: Gateway, request: CountTokensRequest, http: HttpRequest) -> JSONResponse:

@@ -16,6 +16,7 @@ from slipstream.server.gateway import Gateway, check_time_out
 from slipstream.server.responses.answer import FORM, ResponseWriter, answer_message, count_reasoning
 from slipstream.server.responses.input import Messages, input_messages, to_chat
 from slipstream.server.responses.schemas import ResponsesRequest
+from slipstream.server.sse import json_answer, to_bytes
 
 
 async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest) -> HttpResponse:
@@ -37,10 +38,14 @@ async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest
         return await gateway.stream(http, [generation], [writer], writer.last, FORM)
     [response] = await gateway.run(http, [generation])
     check_time_out(response.text("text_output"), response.text("finish_reason"), request.timeout_ms)
-    await asyncio.to_thread(writer.response, response)
-    await asyncio.to_thread(count_reasoning, writer.body, model)
-    await writer.last()
-    return JSONResponse(writer.body)
+
+    def answer() -> bytes:
+        writer.response(response)
+        count_reasoning(writer.body, model)
+        keep(writer.body)
+        return to_bytes(writer.body)
+
+    return json_answer(await asyncio.to_thread(answer))
 
 
 async def _earlier(gateway: Gateway, owner: bytes, response_id: str | None) -> Messages:
