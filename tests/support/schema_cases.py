@@ -37,6 +37,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "string", "enum": ["a", 1]}, "/type", "1"),
     ({"type": "integer", "enum": [True]}, "/type", "true"),
     ({"const": 3, "enum": [1, 2]}, "/enum", "3"),
+    ({"const": 2**64 + 1}, "/const", "1.8446744073709552e+19"),
+    (under("a", {"enum": [{"b": [-(2**63) - 1]}]}), "/properties/a/enum", '{"a": {"b":[-9.2233720368547758e+18]}}'),
     ({"type": "array", "items": INT, "uniqueItems": True}, "/uniqueItems", "[1, 2, 1]"),
     ({"type": "array", "items": INT, "contains": {"const": 2}}, "/contains", "[1]"),
     ({"$ref": "#/$defs/A", "minimum": 2, "maximum": 3, "$defs": {"A": INT}}, "/minimum", "7"),

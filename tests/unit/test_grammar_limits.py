@@ -44,6 +44,9 @@ def _older_tag(schema: str) -> str:
         (Guide("structural_tag", _older_tag(_nested(10_000))), "guided_max_depth=64"),
         (Guide("structural_tag", _older_tag('{"type": "array", "minItems": 100000}')), "guided_max_repeat=10000"),
         (Guide("json_schema", _nested(10_000)), "guided_max_depth=64"),
+        (Guide("json_schema", json.dumps({"type": "integer", "maximum": 2**64})), "maximum at /maximum.* 64 bits"),
+        (Guide("json_schema", json.dumps({"type": "number", "minimum": -(10**309)})), "numbers up to 1e308"),
+        (Guide("json_schema", json.dumps({"default": 10**400})), "numbers up to 1e308"),
     ],
     ids=lambda value: value.type if isinstance(value, Guide) else value.partition("=")[0],
 )

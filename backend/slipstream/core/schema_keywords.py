@@ -26,10 +26,11 @@ DEFINITIONS = frozenset(("$defs", "definitions"))
 # These decide alone: xgrammar reads the first of them and nothing else.
 SELECTORS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # keyword -> the types that it restricts. It is enforced where `type` is given, or where xgrammar infers the type.
 TYPED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), ("string",)),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), ("integer", "number")),
+    **dict.fromkeys(_BOUNDS, ("integer", "number")),
     "multipleOf": ("integer",),
     **dict.fromkeys(("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems"), ("array",)),
     **dict.fromkeys(("properties", "additionalProperties", "unevaluatedProperties"), ("object",)),
@@ -140,6 +141,7 @@ def _check_place(place: _Place, root: Schema, known: set[int]) -> None:
     schema = place.schema
     for keyword in schema:
         _check_keyword(place, keyword)
+    _check_numbers(place)
     selectors = [keyword for keyword in SELECTORS if keyword in schema]
     if selectors:
         _check_selector(place, selectors, root, known)
@@ -171,6 +173,22 @@ def _check_keyword(place: _Place, keyword: str) -> None:
     if not is_known and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
         shown = keyword if len(keyword) <= 60 else f"{keyword[:60]}…"
         raise place.error(escaped(shown), "it is no keyword that is known", "JSON Schema's keywords, and names with x-")
+
+
+def _check_numbers(place: _Place) -> None:
+    """xgrammar holds other integers in doubles: a const of 2**64 + 1 is written as 1.8446744073709552e+19."""
+    bounds = _BOUNDS if "integer" in types_of(place.schema) else ()
+    for keyword in ("const", "enum", *bounds):
+        if keyword in place.schema and _has_large_integer(place.schema[keyword]):
+            accepted = "integers from -9223372036854775808 to 9223372036854775807"
+            raise place.error(keyword, "it has an integer of more than 64 bits", accepted)
+
+
+def _has_large_integer(value: object) -> bool:
+    if isinstance(value, int):
+        return not -(1 << 63) <= value < 1 << 63
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_has_large_integer, parts))
 
 
 def _is_annotation(schema: Schema, keyword: str) -> bool:
@@ -293,7 +311,7 @@ def _check_multiple(place: _Place, types: frozenset[str]) -> None:
         raise place.error("multipleOf", "it is read for integers alone", '"type": "integer"')
     if not (isinstance(value, int | float) and 1 <= value <= _LARGEST_MULTIPLE and value == int(value)):
         raise place.error("multipleOf", "it is not read", f"a whole number from 1 to {_LARGEST_MULTIPLE}")
-    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+    for keyword in _BOUNDS:
         if keyword in place.schema:
             raise place.error("multipleOf", f"beside {keyword} it is not read", "one of them, or an enum")
 
