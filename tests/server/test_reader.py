@@ -98,6 +98,13 @@ def test_a_connection_that_was_used_before(keyed: GatewayProcess) -> None:
             assert connection.getresponse().read().startswith(b'{"error"')
 
 
+def test_workers_share_a_reader(fake_gateway: GatewayProcess) -> None:
+    headers = {"authorization": "Bearer sk-right"}
+    for _ in range(6):
+        assert post(fake_gateway, body_of({"pieces": ["x"]}, more=30 * DEAR), **headers)[0].status == 200
+    assert len(readers(fake_gateway)) == 2 + 1
+
+
 def test_a_request_counts_once(keyed: GatewayProcess) -> None:
     before = keyed.metrics()
     reply, _ = post(keyed, body_of({"pieces": ["x"]}), **{"x-request-id": "once"})

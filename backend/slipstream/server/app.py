@@ -110,14 +110,14 @@ def _names(options: GatewayOptions) -> list[str]:
     return [key.name for key in options.api_keys]
 
 
-def create_app(options: GatewayOptions, counts: Counts, announces: bool = False) -> FastAPI:
-    """announces: log once what is served where."""
+def create_app(options: GatewayOptions, counts: Counts, announces: bool = False, is_reader: bool = False) -> FastAPI:
+    """announces: log once what is served where. is_reader: its event loop may be late."""
     metrics, tracing = counts.metrics, make_tracing(options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway = app.state.gateway = Gateway(options, metrics, counts.store)
-        tasks = [asyncio.create_task(_tick(gateway, tracing))]
+        tasks = [asyncio.create_task(_tick(gateway, tracing, tells_lag=not is_reader))]
         if announces:
             tasks.append(asyncio.create_task(_announce(gateway)))
         yield
@@ -332,13 +332,13 @@ def _served(card: dict[str, Any]) -> str:
     return f"{card['id']} ({'chat' if card['has_chat_template'] else 'completions'})"
 
 
-async def _tick(gateway: Gateway, tracing: GatewayTracing) -> None:
+async def _tick(gateway: Gateway, tracing: GatewayTracing, tells_lag: bool) -> None:
     """Four times a second: collect the counts of streams and the lag of the event loop."""
     pace, metrics = gateway.pace, gateway.metrics
     while True:
         due = time.monotonic() + _TICK_S
         await asyncio.sleep(_TICK_S)
-        metrics.set("loop_lag_seconds", max(0.0, time.monotonic() - due))
+        metrics.set("loop_lag_seconds", max(0.0, time.monotonic() - due) if tells_lag else 0.0)
         metrics.set("streams_in_flight", pace.num_streams)
         for name, value in (
             ("stream_events_total", pace.num_events),

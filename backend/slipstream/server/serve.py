@@ -96,7 +96,7 @@ def make_config(options: GatewayOptions, counts: Counts, queue: socket | None, a
         options,
         counts.metrics,
         queue,
-        app=partial(_made_app, options, counts, announces),
+        app=partial(_made_app, options, counts, announces, is_reader=queue is None),
         factory=True,
         host=options.host,
         port=options.port,
@@ -111,12 +111,12 @@ def make_config(options: GatewayOptions, counts: Counts, queue: socket | None, a
     )
 
 
-def _made_app(options: GatewayOptions, counts: Counts, announces: bool) -> FastAPI:
+def _made_app(options: GatewayOptions, counts: Counts, announces: bool, is_reader: bool) -> FastAPI:
     """The app of this process, whose garbage collector passes over all that exists with it.
 
     It would stop the event loop for 50 ms each time, as often as a body of 4 MiB has objects: several times 0.1 s.
     """
-    app = create_app(options, counts, announces)
+    app = create_app(options, counts, announces, is_reader)
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
