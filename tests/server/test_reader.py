@@ -79,8 +79,8 @@ def test_answers_are_those_of_a_worker(keyed: GatewayProcess) -> None:
 
 def test_a_body_in_chunks_and_one_that_is_asked_for(keyed: GatewayProcess) -> None:
     body = body_of({"pieces": ["x"]})
-    reply, _ = post(keyed, (body[start : start + 5000] for start in range(0, len(body), 5000)))
-    assert reply.status == 200
+    reply, text = post(keyed, (body[start : start + 5000] for start in range(0, len(body), 5000)))
+    assert reply.status == 200, text
     head = f"POST {CHAT}?a=b HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: {len(body)}\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items()) + "\r\n"
     with closing(socket.create_connection(("127.0.0.1", keyed.port), timeout=PATIENCE_S)) as connection:
