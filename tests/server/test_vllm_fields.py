@@ -14,6 +14,7 @@ import openai
 import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
+from slipstream.server import logprobs
 from slipstream.server.errors import ApiError
 from slipstream.server.logprobs import Entry, LogprobForm, chat_logprobs, completion_logprobs, first_token_text
 from slipstream.server.model_tokenizer import MAX_WAITING_CHARS, ModelTokenizer, TokenizerThreads
@@ -238,3 +239,23 @@ def test_alternatives_without_a_rank_are_shown_last(tmp_path: Path) -> None:
     assert list(completion_logprobs([chosen], form)["top_logprobs"][0]) == ["b", "a", "c"], "with the chosen one"
     shown = completion_logprobs([chosen], LogprobForm(ModelTokenizer(tmp_path), -1))["top_logprobs"][0]
     assert list(shown) == ["b", "a", "c"]
+
+
+TOKEN_TEXTS = ["a", '}}, {"', "\\", '"', '\\}}, {\\"', "\u00e9", "null, {"]
+
+
+@pytest.mark.parametrize("part_chars", [0, 1, 50, 1 << 20])
+@pytest.mark.parametrize("count", [0, 1, 2, 20])
+def test_entries_are_read_in_parts(part_chars: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_PART_CHARS", part_chars)
+    texts = [TOKEN_TEXTS[index % len(TOKEN_TEXTS)] for index in range(count)]
+    entries: list[Entry | None] = [
+        {str(token_id): {"logprob": -1.5, "rank": token_id, "decoded_token": text} for token_id in (1, 2)}
+        for text in texts
+    ]
+    form = LogprobForm(ModelTokenizer(None), 1)
+    for found in (entries, [None, *entries]):
+        text = json.dumps(found)
+        assert logprobs.parse(text) == found
+        assert json.loads(logprobs.written_chat_logprobs(text, form).data) == chat_logprobs(found, form)
+    assert logprobs.parse("") == logprobs.parse("null") == []

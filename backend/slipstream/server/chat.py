@@ -171,9 +171,7 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
             message["content"] = echo + (message["content"] or "")
         choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
         if request.logprobs:
-            choice["logprobs"] = logprob_forms.chat_logprobs(
-                logprob_forms.parse(entries[index]), form_of(request, model)
-            )
+            choice["logprobs"] = logprob_forms.written_chat_logprobs(entries[index], form_of(request, model))
         ended = finish_reason(reason)
         choice["finish_reason"] = tools.finish_reason if has_calls and ended == "stop" else ended
         choice |= timed_out(reason)

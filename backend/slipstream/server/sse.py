@@ -26,13 +26,32 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 # Of a response whose event is made on the event loop: 4,096 tokens may come at once, with 20 log-probabilities each.
 MAX_EVENT_BYTES = 64 << 10
-to_json: Callable[[object], str] = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Written:
+    """A part of an answer that is JSON already: a long one is made in pieces."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def _read(part: Any) -> Any:
+    return orjson.loads(part.data)
+
+
+def _fragment(part: Any) -> orjson.Fragment:
+    if isinstance(part, Written):
+        return orjson.Fragment(part.data)
+    raise TypeError
+
+
+to_json: Callable[[object], str] = JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_read).encode
 
 
 def to_bytes(body: object) -> bytes:
     """JSON, ten times as fast as json makes it: a million numbers take 40 ms, in which no other thread runs."""
     try:
-        return orjson.dumps(body)
+        return orjson.dumps(body, default=_fragment)
     except TypeError:  # half a surrogate, or a number beyond 64 bits, of the client's own
         return to_json(body).encode("utf-8", "replace")
 
