@@ -301,6 +301,7 @@ def test_wrong_entries_of_a_key_file(tmp_path: Path, entry: dict, words: str) ->
         ('{"key": []}', "list `keys`"),
         ('{"keys": ["x"]}', "a list of objects"),
         ("{", "is not JSON"),
+        ('[{"name": "a", "key": "x"}]', "list `keys`"),
         ("x\nx\n", "one key twice"),
         ('{"keys": [{"name": "a", "key": "x"}, {"name": "a", "key": "y"}]}', "one name twice"),
     ],

@@ -72,7 +72,7 @@ def read_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(_OPTION, str(path), f"cannot be read: {error}") from None
-        read = _from_json(path, text) if text.lstrip().startswith("{") else _from_lines(text)
+        read = _from_json(path, text) if text.lstrip().startswith(("{", "[{")) else _from_lines(text)
         if not read:
             raise ConfigError(_OPTION, str(path), "holds no key; without the option everybody may call")
         keys += read
@@ -105,7 +105,7 @@ def _from_lines(text: str) -> list[ApiKey]:
 def _from_json(path: Path, text: str) -> list[ApiKey]:
     try:
         entries = json.loads(text)["keys"]
-    except (ValueError, KeyError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(_OPTION, str(path), f"is not JSON with a list `keys`: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(_OPTION, str(path), "`keys`: accepted: a list of objects")
