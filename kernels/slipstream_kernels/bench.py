@@ -136,7 +136,8 @@ def attention_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backend
     width, num_blocks = torch.empty((), dtype=dtype).element_size(), -(-s.context_len // 64)
     total_blocks = max(s.num_requests * num_blocks, -(-s.prompt_len // 64))
     shape = (total_blocks, s.num_kv_heads, 64, s.head_dim)
-    key_cache, value_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    cache = ops.KvCache(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
+    options = ops.AttentionOptions(s.head_dim**-0.5)
     scrambled = torch.randperm(total_blocks, device=device).int()
 
     def case(name: str, num_requests: int, query_len: int, seq_len: int, **work: float) -> Case:
@@ -144,20 +145,10 @@ def attention_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backend
         tables = scrambled[: num_requests * -(-seq_len // 64)].view(num_requests, -1)
         starts = torch.arange(0, q.shape[0] + 1, query_len, dtype=torch.int32, device=device)
         seq_lens = torch.full((num_requests,), seq_len, dtype=torch.int32, device=device)
+        metadata = ops.AttentionMetadata(tables, starts, seq_lens, query_len, seq_len)
 
         def run() -> torch.Tensor:
-            return ops.paged_attention(
-                q,
-                key_cache,
-                value_cache,
-                tables,
-                starts,
-                seq_lens,
-                max_query_len=query_len,
-                max_seq_len=seq_len,
-                scale=s.head_dim**-0.5,
-                backend=backend,
-            )
+            return ops.paged_attention(q, cache, metadata, options, backend=backend)
 
         return Case(name, f"{num_requests} x {query_len} of {seq_len}", run, **work)
 

@@ -13,8 +13,9 @@ from statistics import median
 
 import torch
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata, AttentionOptions
 from slipstream_kernels.attention.decode_attention import decode_attention
-from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES, KvCache
 
 BLOCK_SIZE = 64
 COLD_BYTES = 512 << 20
@@ -90,7 +91,12 @@ def copy_tbps() -> float:
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), 4) / 1e12
 
 
-def _random_cache(shape: Shape, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _random_cache(shape: Shape, num_blocks: int) -> KvCache:
+    (key, key_scale), (value, value_scale) = (_random_rows(shape, num_blocks) for _ in range(2))
+    return KvCache(key, value, key_scale, value_scale)
+
+
+def _random_rows(shape: Shape, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     dims = (num_blocks, shape.num_kv_heads, BLOCK_SIZE)
     dtype = KV_DTYPES[shape.kv]
     if dtype in TOKEN_SCALED_DTYPES:
@@ -130,22 +136,18 @@ def run(shape: Shape, copy_rate: float) -> Result:
     bits = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}[shape.kv]
     scale_bytes = 4 if KV_DTYPES[shape.kv] in TOKEN_SCALED_DTYPES else 0
     num_bytes = 2 * int(lengths.sum()) * shape.num_kv_heads * (shape.head_dim * bits // 8 + scale_bytes)
-    caches = [
-        (*_random_cache(shape, num_blocks), *_random_cache(shape, num_blocks))
-        for _ in range(min(LAUNCHES, max(2, -(-COLD_BYTES // num_bytes))))
-    ]
+    caches = [_random_cache(shape, num_blocks) for _ in range(min(LAUNCHES, max(2, -(-COLD_BYTES // num_bytes))))]
     q = torch.randn(len(lengths) * shape.query_len, shape.num_q_heads, shape.head_dim, device="cuda").bfloat16()
     starts = torch.arange(0, q.shape[0] + 1, shape.query_len, dtype=torch.int32, device="cuda")
-    tables, lengths, tree_mask, out = tables.cuda(), lengths.cuda(), _tree_mask(shape), torch.empty_like(q)
+    metadata = AttentionMetadata(
+        tables.cuda(), starts, lengths.cuda(), shape.query_len, int(lengths.max()), _tree_mask(shape),
+        is_prefix_settled=True,
+    )  # fmt: skip
+    options, out = AttentionOptions(shape.head_dim**-0.5), torch.empty_like(q)
 
     def launch_all() -> None:
         for index in range(LAUNCHES):
-            keys, key_scale, values, value_scale = caches[index % len(caches)]
-            decode_attention(
-                q, keys, values, tables, starts, lengths, max_query_len=shape.query_len, scale=shape.head_dim**-0.5,
-                key_scale=key_scale, value_scale=value_scale, out=out, backend="cuda", tree_mask=tree_mask,
-                is_prefix_settled=True,
-            )  # fmt: skip
+            decode_attention(q, caches[index % len(caches)], metadata, options, out=out, backend="cuda")
 
     launch_all()
     graph = torch.cuda.CUDAGraph()

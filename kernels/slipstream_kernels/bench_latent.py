@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata
 from slipstream_kernels.attention.cuda import latent_attention as cuda_latent
 from slipstream_kernels.attention.latent_attention import latent_attention
 from slipstream_kernels.attention.latent_call import LatentCall
@@ -136,34 +137,22 @@ def random_call(shape: Shape, device: torch.device, is_fp8: bool) -> LatentCall:
     return LatentCall(
         q=q,
         cache=cache,
-        block_tables=torch.randperm(num_blocks, device=device).int().view(shape.batch, -1),
-        query_start_loc=torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device=device),
-        seq_lens=torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device),
-        tree_mask=None,
-        out=torch.empty(num_tokens, shape.num_heads, RANK, dtype=torch.bfloat16, device=device),
-        max_query_len=shape.query_len,
-        max_seq_len=shape.seq_len,
+        metadata=AttentionMetadata(
+            torch.randperm(num_blocks, device=device).int().view(shape.batch, -1),
+            torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device=device),
+            torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device),
+            max_query_len=shape.query_len,
+            max_seq_len=shape.seq_len,
+            is_prefix_settled=True,
+        ),
         scale=SCALE,
-        is_prefix_settled=True,
+        out=torch.empty(num_tokens, shape.num_heads, RANK, dtype=torch.bfloat16, device=device),
     )
 
 
 def through_ops(call: LatentCall, backend: str) -> Callable[[], object]:
     """The op with a backend."""
-    return partial(
-        latent_attention,
-        call.q,
-        call.cache,
-        call.block_tables,
-        call.query_start_loc,
-        call.seq_lens,
-        max_query_len=call.max_query_len,
-        max_seq_len=call.max_seq_len,
-        scale=call.scale,
-        is_prefix_settled=True,
-        out=call.out,
-        backend=backend,
-    )
+    return partial(latent_attention, call.q, call.cache, call.metadata, scale=call.scale, out=call.out, backend=backend)
 
 
 def versions(call: LatentCall, has_schedules: bool) -> dict[str, Callable[[], object]]:

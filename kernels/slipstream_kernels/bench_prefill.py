@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata, AttentionOptions
 from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.bench import median_seconds
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
@@ -97,27 +98,16 @@ def paged_call(
     q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
     starts = torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device="cuda")
     lengths = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device="cuda")
-    tables = order.int().view(shape.batch, -1)
-    mean = torch.zeros(shape.num_kv_heads, shape.head_dim, device="cuda") if "key_mean" in rounds else None
+    metadata = AttentionMetadata(order.int().view(shape.batch, -1), starts, lengths, shape.query_len, shape.seq_len)
+    options = AttentionOptions(
+        shape.head_dim**-0.5,
+        fp8_queries="fp8_queries" in rounds,
+        fp8_probs="fp8_probs" in rounds,
+        key_mean=torch.zeros(shape.num_kv_heads, shape.head_dim, device="cuda") if "key_mean" in rounds else None,
+    )
 
     def run() -> torch.Tensor:
-        return paged_attention(
-            q,
-            cache.key,
-            cache.value,
-            tables,
-            starts,
-            lengths,
-            max_query_len=shape.query_len,
-            max_seq_len=shape.seq_len,
-            scale=shape.head_dim**-0.5,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            fp8_queries="fp8_queries" in rounds,
-            fp8_probs="fp8_probs" in rounds,
-            key_mean=mean,
-            backend=backend,
-        )
+        return paged_attention(q, cache, metadata, options, backend=backend)
 
     return run
 

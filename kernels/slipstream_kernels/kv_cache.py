@@ -37,6 +37,10 @@ class KvCache:
         return self.key.dtype
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
     def block_size(self) -> int:
         return self.key.shape[2]
 
@@ -81,17 +85,17 @@ def check_kv_cache(cache: KvCache, num_kv_heads: int, head_dim: int, plain_dtype
     for field, tensor, scale in (("key", cache.key, cache.key_scale), ("value", cache.value, cache.value_scale)):
         if tensor.dtype not in (*QUANTIZED_DTYPES, plain_dtype):
             accepted = f"{plain_dtype}, {FP8_DTYPE}, {INT8_DTYPE} or {INT4_DTYPE} (int4)".replace("torch.", "")
-            raise ValueError(f"{field}_cache: dtype {tensor.dtype}, expected {accepted}")
+            raise ValueError(f"cache.{field}: dtype {tensor.dtype}, expected {accepted}")
         width = stored_width(head_dim, tensor.dtype)
         if tensor.dim() != 4 or (tensor.shape[1], tensor.shape[3]) != (num_kv_heads, width):
             expected = f"[num_blocks, {num_kv_heads}, block_size, {width}]"
-            raise ValueError(f"{field}_cache: shape {tuple(tensor.shape)}, expected {expected}")
+            raise ValueError(f"cache.{field}: shape {tuple(tensor.shape)}, expected {expected}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{field}_cache: must be contiguous")
+            raise ValueError(f"cache.{field}: must be contiguous")
         _check_scale(f"{field}_scale", tensor, scale)
     if cache.value.shape != cache.key.shape or cache.value.dtype != cache.key.dtype:
         found = f"{cache.value.dtype} {tuple(cache.value.shape)}"
-        raise ValueError(f"value_cache: {found}, expected the keys' {cache.key.dtype} {tuple(cache.key.shape)}")
+        raise ValueError(f"cache.value: {found}, expected the keys' {cache.key.dtype} {tuple(cache.key.shape)}")
 
 
 def _check_scale(field: str, cache: torch.Tensor, scale: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@ Each function checks its arguments, picks an implementation (`backend="auto" | "
 Importing this module does not import triton: that happens when a triton implementation is first chosen.
 """
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata, AttentionOptions
 from slipstream_kernels.attention.cpu.decode_step import CpuDecodeStep
 from slipstream_kernels.attention.cuda.decode_attention import MAX_DECODE_REQUESTS
 from slipstream_kernels.attention.decode_attention import decode_attention
@@ -108,6 +109,8 @@ __all__ = [
     "ActivationQuant",
     "AdapterTiles",
     "ArrivedInputs",
+    "AttentionMetadata",
+    "AttentionOptions",
     "CpuDecodeStep",
     "DraftRows",
     "Fp8Rows",

@@ -79,7 +79,7 @@ def test_tiles_of_latent_attention_fit_small_gpus(tokens: int, monkeypatch: pyte
     monkeypatch.setattr(latent_attention, "has_small_shared_memory", lambda device: True)
     cache = SimpleNamespace(is_fp8=False, block_size=64)
     q = torch.empty(1, 16, 64, dtype=torch.bfloat16)
-    call = cast("LatentCall", SimpleNamespace(q=q, cache=cache, max_query_len=tokens))
+    call = cast("LatentCall", SimpleNamespace(q=q, cache=cache, metadata=SimpleNamespace(max_query_len=tokens)))
     rows = latent_attention._tile_rows(call)
     assert (rows, latent_attention._tile_keys(call, rows)) in {(16, 64), *SMALL_LATENT_TILES}
 
@@ -98,5 +98,5 @@ def test_tiles_of_deterministic_mode_depend_on_the_gpu_alone(
             (torch.float32, (16, 16, 1)),
         ):
             q = torch.empty(tokens, 16, 8, dtype=dtype)
-            call = cast("LatentCall", SimpleNamespace(q=q, cache=cache, max_query_len=tokens))
+            call = cast("LatentCall", SimpleNamespace(q=q, cache=cache, metadata=SimpleNamespace(max_query_len=tokens)))
             assert invariant_latent_attention._tile(call) == expected

@@ -53,10 +53,8 @@ def test_is_the_reference(
     expected_cache = ops.KvCache(*(tensor.clone() for tensor in stored))
     rotated = ops.rope_write_kv(q, k, v, positions, slots, rope, expected_cache, norms, backend="reference")
     starts = torch.arange(len(LENS) + 1, dtype=torch.int32)
-    expected = ops.paged_attention(
-        rotated, expected_cache.key, expected_cache.value, tables, starts, seq_lens, max_query_len=1, scale=0.2,
-        sliding_window=window, backend="reference",
-    )  # fmt: skip
+    metadata, options = ops.AttentionMetadata(tables, starts, seq_lens, 1, max(LENS)), ops.AttentionOptions(0.2, window)
+    expected = ops.paged_attention(rotated, expected_cache, metadata, options, backend="reference")
 
     cache, step = ops.KvCache(*(tensor.clone() for tensor in stored)), CpuDecodeStep(positions, slots, seq_lens, tables)
     found = step.rotate_and_store(q, k, v, rope, cache, norms)
@@ -64,10 +62,10 @@ def test_is_the_reference(
     torch.testing.assert_close(found, rotated, rtol=rtol, atol=atol)
     torch.testing.assert_close(cache.key, expected_cache.key, rtol=rtol, atol=atol, equal_nan=True)
     assert torch.equal(cache.value.nan_to_num(9.0), expected_cache.value.nan_to_num(9.0))
-    out = step.attend(rotated, expected_cache, 0.2, window)
+    out = step.attend(rotated, expected_cache, options)
     assert out.dtype == dtype and out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
     alone = CpuDecodeStep(positions[4:5], slots[4:5], seq_lens[4:5], tables[4:5])
     torch.testing.assert_close(
-        alone.attend(rotated[4:5].contiguous(), expected_cache, 0.2, window)[0], out[4], rtol=rtol, atol=atol
+        alone.attend(rotated[4:5].contiguous(), expected_cache, options)[0], out[4], rtol=rtol, atol=atol
     )

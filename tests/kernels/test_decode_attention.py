@@ -11,10 +11,10 @@ import pytest
 import torch
 from decode_cases import FP8, DecodeCase, chain_or_tree, make_case, oracle
 from slipstream_kernels import ops
+from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import decode_attention as cuda_decode
 from slipstream_kernels.attention.cuda import verify_attention as cuda_verify
 from slipstream_kernels.attention.decode_attention import decode_attention
-from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.cuda import build
 from tolerances import ATTENTION
 
@@ -23,7 +23,6 @@ KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torc
 GEOMETRIES = [(6, 2, 64, 16), (3, 3, 80, 32), (5, 1, 96, 16), (8, 2, 128, 64), (2, 1, 256, 16)]
 DECODE = ([1, 1, 1, 1], [70, 1, 16, 0])
 VERIFY = ([5, 1, 7, 0, 12], [75, 33, 7, 0, 40])
-OPTIONAL = ("key_scale", "value_scale", "tree_mask", "positions", "sliding_window", "alibi_slopes", "soft_cap", "sinks")
 OPTIONS = {
     "plain": {},
     "window": {"sliding_window": 9},
@@ -47,7 +46,7 @@ def with_options(case: DecodeCase, name: str) -> DecodeCase:
 def attend(case: DecodeCase, backend: str) -> torch.Tensor:
     """Into a poisoned output: every row of a request must be written."""
     out = torch.full_like(case.q, float("nan"))
-    return decode_attention(*case.tensors(), **case.keywords(), out=out, backend=backend)
+    return decode_attention(*case.arguments(), out=out, backend=backend)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -87,8 +86,7 @@ def test_written_kv_reads_back(kv) -> None:
     positions = torch.arange(37)
     slots = case.block_tables[0, positions // 16].long() * 16 + positions % 16
     k, v, slots = torch.cat([k, k[:1]]), torch.cat([v, v[:1]]), torch.cat([slots, torch.tensor([-1])])
-    cache = ops.KvCache(case.key_cache, case.value_cache, case.options["key_scale"], case.options["value_scale"])
-    ops.rope_write_kv(k, k, v, slots, slots, None, cache)
+    ops.rope_write_kv(k, k, v, slots, slots, None, case.cache)
     group = case.q.view(2, 2, 64)
     scores = torch.einsum("hgd,khd->hgk", group, k[:37]) / 8
     expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:37]).reshape(1, 4, 64)
@@ -99,14 +97,14 @@ def test_written_kv_reads_back(kv) -> None:
 def test_refuses_what_it_cannot_take() -> None:
     case = make_case(*DECODE, GEOMETRIES[0], torch.float32, torch.int8)
     with pytest.raises(ValueError, match="max_query_len"):
-        decode_attention(*case.tensors(), **{**case.keywords(), "max_query_len": 65})
+        decode_attention(*case.arguments(max_query_len=65))
     with pytest.raises(ValueError, match="key_scale"):
-        decode_attention(*case.tensors(), **{**case.keywords(), "key_scale": None})
+        decode_attention(*case.arguments(key_scale=None))
     with pytest.raises(ValueError, match="positions"):
-        decode_attention(*case.tensors(), **case.keywords(), positions=torch.zeros(4, dtype=torch.int64))
+        decode_attention(*case.arguments(positions=torch.zeros(4, dtype=torch.int64)))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda cannot run"):
-            decode_attention(*case.tensors(), **case.keywords(), backend="cuda")
+            decode_attention(*case.arguments(), backend="cuda")
 
 
 def test_missing_compiler_is_named(monkeypatch, tmp_path) -> None:
@@ -274,11 +272,8 @@ def test_keys_are_shared_by_as_many_as_there_is_room_for(monkeypatch) -> None:
         assert cuda_verify._splits(call_of(case)) == splits
 
 
-def call_of(case: DecodeCase) -> DecodeCall:
-    options = {name: case.options.get(name) for name in OPTIONAL}
-    return DecodeCall(
-        *case.tensors(), torch.empty_like(case.q), case.max_query_len, 1.0, **options, is_prefix_settled=False
-    )
+def call_of(case: DecodeCase) -> AttentionCall:
+    return AttentionCall(*case.arguments(), torch.empty_like(case.q))
 
 
 def test_cuda_graph_replays_with_new_lengths(hopper) -> None:
@@ -296,7 +291,7 @@ def check_replays(hopper, num_rows, kv_dtype) -> None:
     out = attend(live, "cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(*live.tensors(), **live.keywords(), out=out, backend="cuda")
+        decode_attention(*live.arguments(), out=out, backend="cuda")
     for lens in (long.seq_lens, case.seq_lens):
         lengths.copy_(lens)
         out.fill_(float("nan"))

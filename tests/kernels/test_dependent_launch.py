@@ -43,7 +43,7 @@ def _chain(seed: int) -> Callable[[Callable[[], None]], list[torch.Tensor]]:
             gated = ops.silu_mul(normed.view(num_tokens, 2 * SIZE))
             after_each()
             case = replace(cases[num_tokens], q=gated.view(num_tokens, 8, 128))
-            attended = ops.decode_attention(*case.tensors(), **case.keywords(), is_prefix_settled=True, backend="cuda")
+            attended = ops.decode_attention(*case.arguments(is_prefix_settled=True), backend="cuda")
             after_each()
             rows, hidden = ops.rms_norm_fp8(attended.view(num_tokens, SIZE), weight, 1e-5, gated, ops.Fp8Scheme())
             after_each()

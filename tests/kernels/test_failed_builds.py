@@ -17,7 +17,6 @@ from decode_cases import make_case
 from latent_cases import make_latent_case
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import decode_attention, latent_attention, prefill_attention, verify_attention
-from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import KernelBuildError
@@ -166,33 +165,29 @@ def canonical(out_features: int = 512, in_features: int = 512) -> Int4Weight:
     return Int4Weight(packed, torch.ones(out_features, groups), None, 128, out_features, in_features)
 
 
-def call_of(query_lens: list[int], kind: type) -> Any:
-    """Of the decode or the prefill kernel."""
+def call_of(query_lens: list[int]) -> AttentionCall:
     case = make_case(query_lens, [max(query_lens) + 3] * len(query_lens), (8, 2, 128, 64))
-    names = ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
-    given = dict.fromkeys(kind.__dataclass_fields__) | dict(zip(names, case.tensors()))
-    given |= {"out": torch.empty_like(case.q), "max_query_len": max(query_lens), "max_seq_len": 64, "scale": 1.0}
-    return kind(**{name: value for name, value in given.items() if name in kind.__dataclass_fields__})
+    return AttentionCall(*case.arguments(max_seq_len=64), torch.empty_like(case.q))
 
 
 def latent_call() -> LatentCall:
     case = make_latent_case([1], [64], sizes=(16, 512, 64, 64), dtype=BF16, device=CPU)
     out = torch.empty(*case.q.shape[:2], latent_attention.RANK, dtype=BF16)
-    return LatentCall(*case.operands(), case.tree_mask, out, 1, 64, 1.0, False)
+    return LatentCall(*case.arguments(), 1.0, out)
 
 
 def verify_refusal() -> str | None:
     """It has no words of its own: another kernel takes the call."""
-    call = call_of([12], DecodeCall)
+    call = call_of([12])
     return None if verify_attention.takes(call) else f"{verify_attention.SOURCE} cannot be built"
 
 
 @pytest.mark.parametrize(
     ("module", "refusal"),
     [
-        (decode_attention, lambda: decode_attention.refusal(call_of([1, 1], DecodeCall))),
+        (decode_attention, lambda: decode_attention.refusal(call_of([1, 1]))),
         (verify_attention, verify_refusal),
-        (prefill_attention, lambda: prefill_attention.refusal(call_of([40, 70], AttentionCall))),
+        (prefill_attention, lambda: prefill_attention.refusal(call_of([40, 70]))),
         (latent_attention, lambda: latent_attention.refusal(latent_call())),
         (sample, lambda: sample.refusal(torch.zeros(4, 64))),
         (skinny_gemm, lambda: skinny_gemm.product_refusal(CPU, BF16, BF16, 8192, False, 4)),

@@ -111,7 +111,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def attend(case: DecodeCase, monkeypatch: pytest.MonkeyPatch, splits: bool, backend: str = "triton") -> torch.Tensor:
     monkeypatch.setattr(invariant_attention, "is_split", lambda *_: splits)
     longest = int(case.seq_lens.max())
-    return ops.invariant_attention(*case.tensors(), max_seq_len=longest, backend=backend, **case.keywords())
+    return ops.invariant_attention(*case.arguments(max_seq_len=longest), backend=backend)
 
 
 def rows_of(case: DecodeCase, request: int, first: int, last: int) -> DecodeCase:
@@ -179,7 +179,7 @@ def test_a_row_of_a_tree_is_as_on_a_path_of_its_own(
 def test_long_attention_is_the_same_alone_and_in_company(kv_dtype: torch.dtype | None) -> None:
     case = make_case([1, 300, 1, 64, 17], [9000, 5300, 700, 4100, 33], (32, 8, 128, 64), torch.bfloat16, kv_dtype)
     case = case.to(torch.device("cuda"))
-    whole = ops.invariant_attention(*case.tensors(), max_seq_len=9000, **case.keywords())
+    whole = ops.invariant_attention(*case.arguments(max_seq_len=9000))
     starts = case.query_start_loc.tolist()
     for request, start in enumerate(starts[:-1]):
         count = starts[request + 1] - start
@@ -187,7 +187,7 @@ def test_long_attention_is_the_same_alone_and_in_company(kv_dtype: torch.dtype |
             part = rows_of(case, request, first, last)
             longest = int(part.seq_lens.max())
             for max_seq_len in (longest, 131072):
-                found = ops.invariant_attention(*part.tensors(), max_seq_len=max_seq_len, **part.keywords())
+                found = ops.invariant_attention(*part.arguments(max_seq_len=max_seq_len))
                 assert torch.equal(found, whole[start + first : start + last]), f"{request}: {first} to {last}"
 
 
@@ -214,9 +214,8 @@ def test_parts_are_cut_at_fixed_positions() -> None:
     assert invariant_attention.count_parts(131072) == 41
 
 
-def test_attention_refuses_positions_without_a_tree() -> None:
+def test_attention_refuses_positions_without_a_tree_and_a_tree_without_positions() -> None:
     case = make_case([2], [5], (2, 1, 64, 16), torch.float32)
-    with pytest.raises(ValueError, match="positions"):
-        ops.invariant_attention(
-            *case.tensors(), max_seq_len=5, positions=torch.zeros(2, dtype=torch.int64), **case.keywords()
-        )
+    for name in ("positions", "tree_mask"):
+        with pytest.raises(ValueError, match="positions"):
+            ops.invariant_attention(*case.arguments(**{name: torch.ones(2, dtype=torch.int64)}))

@@ -37,18 +37,10 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attend(case: LatentCase, monkeypatch: pytest.MonkeyPatch, splits: bool, backend: str = "triton") -> torch.Tensor:
-    longest = int(case.seq_lens.max())
+    positions = None if case.tree_mask is None else positions_of(case)
     monkeypatch.setattr(triton_latent, "is_split", lambda *_: splits)
     monkeypatch.setattr(triton_latent, "count_parts", lambda length: -(-length // 32))
-    return ops.invariant_latent_attention(
-        *case.operands(),
-        max_query_len=max(case.query_lens),
-        max_seq_len=longest,
-        scale=SCALE,
-        tree_mask=case.tree_mask,
-        positions=None if case.tree_mask is None else positions_of(case),
-        backend=backend,
-    )
+    return ops.invariant_latent_attention(*case.arguments(positions=positions), scale=SCALE, backend=backend)
 
 
 def positions_of(case: LatentCase) -> torch.Tensor:
@@ -127,9 +119,7 @@ def test_long_attention_is_the_same_alone_and_in_company(is_fp8: bool, monkeypat
     )
 
     def run(part: LatentCase, bound: int) -> torch.Tensor:
-        return ops.invariant_latent_attention(
-            *part.operands(), max_query_len=max(part.query_lens), max_seq_len=bound, scale=SCALE
-        )
+        return ops.invariant_latent_attention(*part.arguments(max_seq_len=bound), scale=SCALE)
 
     whole, starts = run(case, longest), case.query_start_loc.tolist()
     for request, start in enumerate(starts[:-1]):
@@ -198,13 +188,12 @@ def test_heads_of_a_tile() -> None:
 def test_what_does_not_fit_is_named() -> None:
     device = torch.device("cpu")
     case = make_latent_case([2], [20], has_tree=True, device=device)
-    sizes = {"max_query_len": 2, "max_seq_len": 20, "scale": 1.0}
     with pytest.raises(ValueError, match="positions: goes with tree_mask"):
-        ops.invariant_latent_attention(*case.operands(), **sizes, tree_mask=case.tree_mask)
+        ops.invariant_latent_attention(*case.arguments(), scale=1.0)
     with pytest.raises(ValueError, match="positions: goes with tree_mask"):
-        ops.invariant_latent_attention(*case.operands(), **sizes, positions=case.tree_mask)
+        ops.invariant_latent_attention(*case.arguments(tree_mask=None, positions=case.tree_mask), scale=1.0)
     with pytest.raises(ValueError, match="q: shape"):
-        ops.invariant_latent_attention(case.q[..., 1:], *case.operands()[1:], **sizes)
+        ops.invariant_latent_attention(case.q[..., 1:], *case.arguments()[1:], scale=1.0)
     x, weight, out = torch.zeros(2, 3, 8), torch.zeros(3, 4, 8), torch.zeros(2, 3, 4)
     for named, arguments in {
         "x: shape": (x[:, :2], weight, out),

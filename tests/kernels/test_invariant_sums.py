@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.attention.decode_call import DecodeCall
+from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.attention.triton import invariant_attention, invariant_latent_attention
 from slipstream_kernels.gemm.triton import invariant_mm
@@ -109,10 +108,9 @@ def test_attention(
 
     def call(count: int, length: int) -> None:
         q = torch.zeros(1).bfloat16().expand(count, num_q_heads, head_dim)
-        options = dict.fromkeys(field.name for field in fields(DecodeCall))
-        options |= {"q": q, "out": q, "key_cache": cache, "value_cache": cache, "scale": 1.0, "block_tables": one[None]}
-        options |= {"query_start_loc": one, "seq_lens": one}
-        invariant_attention.invariant_attention(DecodeCall(**options), length)  # type: ignore[arg-type]
+        metadata = ops.AttentionMetadata(one[None], one, one, count, length)
+        call = AttentionCall(q, ops.KvCache(cache, cache), metadata, ops.AttentionOptions(1.0), q)
+        invariant_attention.invariant_attention(call)
 
     counts = product(range(1, num_tokens + 1), lengths(max_seq_len))
     found = most_of(allocated, (partial(call, *each) for each in counts))
@@ -132,8 +130,8 @@ def test_latent_attention(num_heads: int, dtype: torch.dtype, allocated: list[in
 
     def call(count: int, length: int) -> None:
         q = torch.zeros(1).to(dtype).expand(count, num_heads, 576)
-        found = LatentCall(q, cache, one[None], one, one, None, q, count, length, 1.0)
-        invariant_latent_attention.invariant_latent_attention(found)
+        metadata = ops.AttentionMetadata(one[None], one, one, count, length)
+        invariant_latent_attention.invariant_latent_attention(LatentCall(q, cache, metadata, 1.0, q))
 
     counts = product(range(1, 301), lengths(20_000))
     found = most_of(allocated, (partial(call, *each) for each in counts))

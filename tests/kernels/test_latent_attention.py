@@ -25,14 +25,7 @@ MIXED = ([5, 1, 3, 1, 0], [40, 17, 33, 0, 9])
 
 
 def attend(case, backend: str, scale: float = 0.1) -> torch.Tensor:
-    return ops.latent_attention(
-        *case.operands(),
-        max_query_len=max(case.query_lens),
-        max_seq_len=int(case.seq_lens.max()),
-        scale=scale,
-        tree_mask=case.tree_mask,
-        backend=backend,
-    )
+    return ops.latent_attention(*case.arguments(), scale=scale, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -192,9 +185,7 @@ def test_absorbed_is_unabsorbed(device) -> None:
     q = torch.randn(12, 3, nope + 16).to(device)
     kv_b = torch.randn(3, nope + value_dim, rank).to(device) * rank**-0.5
     absorbed = torch.cat([torch.einsum("thn,hnr->thr", q[..., :nope], kv_b[:, :nope]), q[..., nope:]], dim=-1)
-    latent = ops.latent_attention(
-        absorbed, *case.operands()[1:], max_query_len=12, max_seq_len=12, scale=0.2, backend="triton"
-    )
+    latent = ops.latent_attention(absorbed, *case.arguments()[1:], scale=0.2, backend="triton")
     latents = read_latents(case.cache, slots_of(case.block_tables[0], 0, 12, 16))
     both = torch.einsum("tr,hnr->thn", latents[:, :rank], kv_b)
     lens = torch.tensor([12], dtype=torch.int32, device=device)
@@ -211,12 +202,11 @@ def test_widths_are_padded_to_what_a_compiled_product_takes() -> None:
 
 def test_refusals_name_what_is_wrong(device) -> None:
     case = make_latent_case([2], [20], device=device)
-    sizes = {"max_query_len": 2, "max_seq_len": 20, "scale": 1.0}
     with pytest.raises(ValueError, match="q: shape"):
-        ops.latent_attention(case.q[..., 1:], *case.operands()[1:], **sizes)
+        ops.latent_attention(case.q[..., 1:], *case.arguments()[1:], scale=1.0)
     with pytest.raises(ValueError, match="tree_mask"):
-        ops.latent_attention(*case.operands(), **sizes, tree_mask=case.seq_lens)
+        ops.latent_attention(*case.arguments(tree_mask=case.seq_lens), scale=1.0)
     with pytest.raises(ValueError, match="cache: dtype"):
-        ops.latent_attention(case.q.bfloat16(), *case.operands()[1:], **sizes)
+        ops.latent_attention(case.q.bfloat16(), *case.arguments()[1:], scale=1.0)
     with pytest.raises(ValueError, match="multiple of 128"):
         ops.empty_latent_cache(1, 16, 100, 16, FP8_DTYPE, device)

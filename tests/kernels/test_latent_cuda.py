@@ -33,8 +33,7 @@ def make_case(
 
 def call_of(case: LatentCase) -> LatentCall:
     out = torch.full((*case.q.shape[:2], cuda_latent.RANK), float("nan"), dtype=case.q.dtype, device=case.q.device)
-    longest = max(case.query_lens), int(case.seq_lens.max())
-    return LatentCall(*case.operands(), case.tree_mask, out, *longest, SCALE, False)
+    return LatentCall(*case.arguments(), SCALE, out)
 
 
 def assert_right(call: LatentCall, case: LatentCase) -> None:
@@ -104,7 +103,7 @@ def test_refusals_name_what_is_not_served(monkeypatch) -> None:
     for refused, reason in (
         (replace(call, q=call.q.float()), "q is torch.float32 and the cache torch.bfloat16, not bfloat16"),
         (replace(call, cache=small.cache), "128 \\+ 16 features, not 512 \\+ 64"),
-        (replace(call, max_query_len=65), "max_query_len 65 is more than 64"),
+        (replace(call, metadata=replace(call.metadata, max_query_len=65)), "max_query_len 65 is more than 64"),
         (call_of(make_case([1], [9], 2, block_size=32, device=torch.device("cpu"))), "block_size 32"),
     ):
         with pytest.raises(AssertionError, match=reason):
@@ -117,14 +116,13 @@ def test_refusals_name_what_is_not_served(monkeypatch) -> None:
 def test_auto_leaves_one_token_over_a_short_context_to_triton() -> None:
     call = call_of(make_case([1], [64], 16, device=torch.device("cpu")))
     assert not prefers_cuda(call)
-    assert prefers_cuda(replace(call, max_seq_len=1 << 17))
+    assert prefers_cuda(replace(call, metadata=replace(call.metadata, max_seq_len=1 << 17)))
     assert prefers_cuda(call_of(make_case([1], [64], 16, is_fp8=True, device=torch.device("cpu"))))
     assert prefers_cuda(call_of(make_case([1, 1], [64, 9], 16, device=torch.device("cpu"))))
 
 
 def attend(case: LatentCase) -> torch.Tensor:
-    longest = {"max_query_len": max(case.query_lens), "max_seq_len": int(case.seq_lens.max())}
-    return ops.latent_attention(*case.operands(), scale=SCALE, tree_mask=case.tree_mask, **longest, backend="cuda")
+    return ops.latent_attention(*case.arguments(), scale=SCALE, backend="cuda")
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])

@@ -29,16 +29,8 @@ OPTIONS = {
 }
 
 
-def attend(batch: PagedBatch, backend: str, **options) -> torch.Tensor:
-    scale = batch.q.shape[-1] ** -0.5
-    return ops.paged_attention(
-        *batch.tensors(),
-        max_query_len=batch.max_query_len,
-        max_seq_len=batch.max_seq_len,
-        scale=scale,
-        backend=backend,
-        **options,
-    )
+def attend(batch: PagedBatch, backend: str, out: torch.Tensor | None = None, **options) -> torch.Tensor:
+    return ops.paged_attention(*batch.arguments(**options), out=out, backend=backend)
 
 
 def with_slopes(options: dict, batch: PagedBatch) -> dict:
@@ -95,18 +87,16 @@ def test_reference_does_not_depend_on_the_batch(device, dtype) -> None:
     together = attend(batch, "reference")
     for request in range(len(seq_lens)):
         start, stop = batch.query_start_loc[request : request + 2].tolist()
-        alone = ops.paged_attention(
-            batch.q[start:stop],
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_tables[request : request + 1],
-            torch.tensor([0, stop - start], dtype=torch.int32, device=device),
-            batch.seq_lens[request : request + 1],
+        own = slice(request, request + 1)
+        alone = replace(
+            batch,
+            q=batch.q[start:stop],
+            block_tables=batch.block_tables[own],
+            query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32, device=device),
+            seq_lens=batch.seq_lens[own],
             max_query_len=stop - start,
-            scale=64**-0.5,
-            backend="reference",
         )
-        assert torch.equal(alone, together[start:stop]), request
+        assert torch.equal(attend(alone, "reference"), together[start:stop]), request
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -172,8 +162,7 @@ def test_quantised_caches(device, backend, kv_dtype, geometry) -> None:
     ):
         case = make_case(*lens, geometry, dtype, kv_dtype)
         case = replace(case, options={**case.options, **options}).to(device)
-        keywords = {**case.keywords(), "max_query_len": max(lens[0])}
-        out = ops.paged_attention(*case.tensors(), **keywords, backend=backend)
+        out = ops.paged_attention(*case.arguments(), backend=backend)
         rtol, atol = ATTENTION[dtype]
         torch.testing.assert_close(out.cpu().double(), oracle(case), rtol=rtol, atol=atol)
 
@@ -183,5 +172,5 @@ def test_small_values_keep_their_digits_in_float16(device, kv_dtype) -> None:
     case = make_case([1, 20], [33, 20], (4, 2, 64, 32), torch.float16, kv_dtype)
     case = replace(case, options={**case.options, "value_scale": case.options["value_scale"] * 1e-3}).to(device)
     for backend in BACKENDS:
-        out = ops.paged_attention(*case.tensors(), **case.keywords(), backend=backend).cpu().double()
+        out = ops.paged_attention(*case.arguments(), backend=backend).cpu().double()
         assert (out - oracle(case)).norm() < 3e-3 * oracle(case).norm()

@@ -27,11 +27,10 @@ def test_blocks_that_a_window_has_passed(
     lens = torch.tensor([seq_len], dtype=torch.int32, device=device)
 
     def attend(block_tables: torch.Tensor) -> torch.Tensor:
-        options = {"max_query_len": query_len, "scale": 0.125, "sliding_window": WINDOW, "soft_cap": soft_cap}
-        if op != "decode":
-            options["max_seq_len"] = seq_len
+        metadata = ops.AttentionMetadata(block_tables, starts, lens, query_len, seq_len)
+        options = ops.AttentionOptions(0.125, WINDOW, soft_cap)
         run = {"paged": ops.paged_attention, "invariant": ops.invariant_attention, "decode": ops.decode_attention}[op]
-        return run(q, key, value, block_tables, starts, lens, backend=backend, **options)
+        return run(q, ops.KvCache(key, value), metadata, options, backend=backend)
 
     expected = attend(tables)
     passed = (seq_len - query_len - WINDOW + 1) // SIZE

@@ -15,6 +15,7 @@ import torch
 from decode_cases import FP8, make_case, oracle
 from dense_attention import PagedBatch, dense_attention, make_batch
 from hopper import assert_compiles_well
+from slipstream_kernels import ops
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_attention as cuda_prefill
 from slipstream_kernels.attention.cuda import prefill_stage
@@ -73,22 +74,12 @@ def test_refusal_says_why() -> None:
     assert cuda_prefill.refusal(call_of(batch)) == "q is on cpu"
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda cannot run"):
-            paged_attention(*batch.tensors(), max_query_len=3, scale=0.125, backend="cuda")
+            paged_attention(*batch.arguments(), backend="cuda")
 
 
 def call_of(batch: PagedBatch, options: dict | None = None) -> AttentionCall:
     """Into a poisoned output: every row must be written."""
-    names = ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
-    given = {
-        **dict.fromkeys(AttentionCall.__dataclass_fields__),
-        **dict(zip(names, batch.tensors())),
-        "out": torch.full_like(batch.q, float("nan")),
-        "max_query_len": batch.max_query_len,
-        "max_seq_len": batch.max_seq_len,
-        "scale": batch.q.shape[2] ** -0.5,
-        **(options or {}),
-    }
-    return AttentionCall(**given)
+    return AttentionCall(*batch.arguments(**(options or {})), torch.full_like(batch.q, float("nan")))
 
 
 def stage_always(monkeypatch) -> None:
@@ -108,7 +99,7 @@ def assert_right(batch: PagedBatch, options: dict) -> None:
     assert cuda_prefill.refusal(call) is None
     cuda_prefill.paged_attention(call)
     rtol, atol = ATTENTION[call.q.dtype]
-    expected = dense_attention(batch, call.scale, **with_vectors(options, batch))
+    expected = dense_attention(batch, call.options.scale, **with_vectors(options, batch))
     torch.testing.assert_close(call.out.cpu().double(), expected, rtol=rtol, atol=atol)
     again = replace(call, out=torch.full_like(call.out, float("nan")))
     cuda_prefill.paged_attention(again)
@@ -140,7 +131,7 @@ def test_quantised_caches(hopper, geometry, kv_dtype, is_staged, monkeypatch) ->
     case = make_case([33, 129, 5, 1], [33, 190, 200, 0], geometry, dtype, kv_dtype, seed=7)
     moved = case.to(hopper)
     out = torch.full_like(moved.q, float("nan"))
-    paged_attention(*moved.tensors(), **moved.keywords(), out=out, backend="cuda")
+    paged_attention(*moved.arguments(), out=out, backend="cuda")
     rtol, atol = ATTENTION[dtype]
     torch.testing.assert_close(out.cpu().double(), oracle(case), rtol=rtol, atol=atol)
 
@@ -153,7 +144,7 @@ def test_rounded_queries_are_all_that_fp8_queries_change(hopper, geometry, dtype
     case = make_case([33, 129, 5, 1], [33, 190, 200, 0], geometry, dtype, FP8, seed=8)
     moved = case.to(hopper)
     out = torch.full_like(moved.q, float("nan"))
-    paged_attention(*moved.tensors(), **moved.keywords(), fp8_queries=True, out=out, backend="cuda")
+    paged_attention(*moved.arguments(fp8_queries=True), out=out, backend="cuda")
     unit = case.q.float().abs().amax(-1, keepdim=True) / 448
     inverse = torch.ones_like(unit) / unit  # multiplied, as there: ties fall alike
     rounded = (case.q.float() * inverse).to(FP8).float() * unit
@@ -191,7 +182,7 @@ def test_long_prompt_of_many_tiles(hopper) -> None:
     call = call_of(batch)
     cuda_prefill.paged_attention(call)
     for head in (0, 13, 31):
-        scores = q[:, head].double() @ k[:, head // 4].double().T * call.scale
+        scores = q[:, head].double() @ k[:, head // 4].double().T * call.options.scale
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         rtol, atol = ATTENTION[q.dtype]
         expected = scores.softmax(-1) @ v[:, head // 4].double()
@@ -212,10 +203,7 @@ def test_does_not_depend_on_the_batch_or_on_chunks(hopper) -> None:
             together,
             q=batch.q[1 + start : 1 + start + size],
             out=torch.empty_like(batch.q[:size]),
-            block_tables=batch.block_tables[1:2],
-            query_start_loc=starts,
-            seq_lens=end,
-            max_query_len=size,
+            metadata=ops.AttentionMetadata(batch.block_tables[1:2], starts, end, size, batch.max_seq_len),
         )
         cuda_prefill.paged_attention(chunk)
         assert torch.equal(chunk.out, together.out[1 + start : 1 + start + size])
@@ -270,10 +258,10 @@ def test_split_keys_are_added_up(hopper, kv_dtype, option) -> None:
     sinks = torch.linspace(-1, 3, 8, device=hopper)
     all_options = {"sliding_window": 4000, "alibi_slopes": slopes, "soft_cap": 5.0, "sinks": sinks}
     chosen = {"window": {"sliding_window": 3000, "sinks": sinks}, "all": all_options, "none": {}}[option]
-    keywords = moved.keywords() | chosen | {"max_seq_len": 4700, "backend": "cuda"}
-    out = paged_attention(*moved.tensors(), **keywords)
-    assert torch.equal(out, paged_attention(*moved.tensors(), **keywords))
-    plain = paged_attention(*moved.tensors(), **keywords | {"backend": "triton"})
+    arguments = moved.arguments(max_seq_len=4700, **chosen)
+    out = paged_attention(*arguments, backend="cuda")
+    assert torch.equal(out, paged_attention(*arguments, backend="cuda"))
+    plain = paged_attention(*arguments, backend="triton")
     rtol, atol = ATTENTION[torch.bfloat16]
     torch.testing.assert_close(out[: sum(queries[:3])], plain[: sum(queries[:3])], rtol=2 * rtol, atol=2 * atol)
     assert (out[sum(queries[:3]) :] == 0).all()
@@ -282,11 +270,10 @@ def test_split_keys_are_added_up(hopper, kv_dtype, option) -> None:
 def test_splits_do_not_depend_on_the_capacity_of_a_graph(hopper) -> None:
     """Bit for bit: a chunk after a long prefix alone, and before padding requests of a token or none."""
     case = make_case([128, 1, 1, 0], [5000, 0, 0, 0], (32, 8, 128, 64), torch.bfloat16, FP8, seed=12).to(hopper)
-    keywords = case.keywords() | {"max_seq_len": 8192, "backend": "cuda"}
-    q, key_cache, value_cache, block_tables, query_start_loc, seq_lens = case.tensors()
-    padded = paged_attention(*case.tensors(), **keywords)
-    tensors = q[:128], key_cache, value_cache, block_tables[:1], query_start_loc[:2], seq_lens[:1]
-    assert torch.equal(padded[:128], paged_attention(*tensors, **keywords))
+    tables, starts, seq_lens = case.block_tables[:1], case.query_start_loc[:2], case.seq_lens[:1]
+    alone = replace(case, q=case.q[:128], block_tables=tables, query_start_loc=starts, seq_lens=seq_lens)
+    padded, expected = (paged_attention(*of.arguments(max_seq_len=8192), backend="cuda") for of in (case, alone))
+    assert torch.equal(padded[:128], expected)
     assert (padded[128:] == 0).all()
 
 
@@ -294,16 +281,16 @@ def test_splits_do_not_depend_on_the_capacity_of_a_graph(hopper) -> None:
 def test_a_last_wave_is_split(hopper, kv_dtype) -> None:
     """Tiles of more than one wave: 44 of 176 are shared by several CTAs each, on 132 SMs."""
     case = make_case([698], [6000], (32, 8, 128, 64), torch.bfloat16, kv_dtype, seed=13).to(hopper)
-    keywords = case.keywords() | {"max_seq_len": 6000}
-    out = paged_attention(*case.tensors(), **keywords, backend="cuda")
-    assert torch.equal(out, paged_attention(*case.tensors(), **keywords, backend="cuda"))
-    plain = paged_attention(*case.tensors(), **keywords, backend="triton")
+    arguments = case.arguments(max_seq_len=6000)
+    out = paged_attention(*arguments, backend="cuda")
+    assert torch.equal(out, paged_attention(*arguments, backend="cuda"))
+    plain = paged_attention(*arguments, backend="triton")
     rtol, atol = ATTENTION[torch.bfloat16]
     torch.testing.assert_close(out, plain, rtol=2 * rtol, atol=2 * atol)
 
 
 def test_auto_takes_it_for_prompts_and_mixed_steps(hopper) -> None:
     batch = make_batch([1, 40, 1, 70], [100, 40, 70, 90], 4, 2, 64, 16, torch.bfloat16, hopper, seed=6)
-    out = paged_attention(*batch.tensors(), max_query_len=70, scale=0.125)
+    out = paged_attention(*batch.arguments())
     rtol, atol = ATTENTION[batch.q.dtype]
     torch.testing.assert_close(out.cpu().double(), dense_attention(batch, 0.125), rtol=rtol, atol=atol)

@@ -190,9 +190,9 @@ def test_no_tokens(device) -> None:
         ("cos_sin", lambda s: {"rope": ops.Rope(s.rope.cos_sin.half())}),
         ("rotary_dim", lambda s: {"rope": ops.Rope(torch.zeros(31, 66))}),
         ("norms.k", lambda s: {"norms": ops.HeadNorms(torch.ones(64), torch.ones(63), 1e-6)}),
-        ("key_cache: dtype torch.float16", lambda s: {"cache": replace(s.cache, key=s.cache.key.half())}),
-        ("key_cache: shape", lambda s: {"cache": replace(s.cache, key=s.cache.key[..., :32])}),
-        ("value_cache: shape", lambda s: {"cache": replace(s.cache, value=s.cache.value[..., :32])}),
+        ("cache.key: dtype torch.float16", lambda s: {"cache": replace(s.cache, key=s.cache.key.half())}),
+        ("cache.key: shape", lambda s: {"cache": replace(s.cache, key=s.cache.key[..., :32])}),
+        ("cache.value: shape", lambda s: {"cache": replace(s.cache, value=s.cache.value[..., :32])}),
         ("value_scale: torch.int8 needs", lambda s: {"cache": replace(s.cache, value_scale=None)}),
         ("key_scale", lambda s: {"cache": replace(s.cache, key_scale=s.cache.key_scale.double())}),
     ],
@@ -207,5 +207,5 @@ def test_a_plain_cache_has_no_scales() -> None:
     step = make_step(GEOMETRIES[0], torch.float32, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"key_scale: a cache of .* has none"):
         replace(step, cache=replace(step.cache, key_scale=torch.ones(2))).run("reference")
-    with pytest.raises(ValueError, match=r"value_cache: .* expected the keys'"):
+    with pytest.raises(ValueError, match=r"cache.value: .* expected the keys'"):
         replace(step, cache=replace(step.cache, value=step.cache.value[1:])).run("reference")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_cases import make_case
@@ -26,11 +28,11 @@ def test_asked_for_but_unsupported_is_an_error_with_the_reason() -> None:
 def test_triton_refuses_what_it_has_no_tile_for() -> None:
     batch = make_batch([1], [3], 2, 1, 48, 16, torch.float32, CPU)
     with pytest.raises(ValueError, match="head_dim 48 is not one of"):
-        ops.paged_attention(*batch.tensors(), max_query_len=1, scale=1.0, backend="triton")
-    assert ops.paged_attention(*batch.tensors(), max_query_len=1, scale=1.0, backend="auto").isfinite().all()
+        ops.paged_attention(*batch.arguments(), backend="triton")
+    assert ops.paged_attention(*batch.arguments(), backend="auto").isfinite().all()
     case = make_case([1], [3], (2, 1, 64, 16), torch.float32, torch.uint8)
     with pytest.raises(ValueError, match="block_size 16 is not a power of two >= 32"):
-        ops.paged_attention(*case.tensors(), **case.keywords(), backend="triton")
+        ops.paged_attention(*case.arguments(), backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -39,18 +41,23 @@ def test_triton_refuses_what_it_has_no_tile_for() -> None:
         ("block_tables", lambda t: t.long()),
         ("seq_lens", lambda t: t.long()),
         ("query_start_loc", lambda t: t[:-1]),
-        ("key_cache", lambda t: t.half()),
-        ("key_cache", lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)),
-        ("value_cache", lambda t: t[:-1]),
+        ("cache.key", lambda t: t.half()),
+        ("cache.key", lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)),
+        ("cache.value", lambda t: t[:-1]),
         ("q", lambda t: t[0]),
     ],
 )
 def test_attention_names_the_bad_tensor(name: str, change) -> None:
-    names = ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
-    arguments = dict(zip(names, make_batch([1], [20], 2, 1, 16, 16, torch.float32, CPU).tensors()))
-    arguments[name] = change(arguments[name])
-    with pytest.raises(ValueError, match=name):
-        ops.paged_attention(**arguments, max_query_len=1, scale=1.0)
+    batch, field = make_batch([1], [20], 2, 1, 16, 16, torch.float32, CPU), name.replace("cache.", "")
+    own = field if hasattr(batch, field) else f"{field}_cache"
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        ops.paged_attention(*replace(batch, **{own: change(getattr(batch, own))}).arguments())
+
+
+def test_paged_attention_names_trees_which_it_does_not_know() -> None:
+    batch = make_batch([2], [20], 2, 1, 16, 16, torch.float32, CPU)
+    with pytest.raises(ValueError, match="tree_mask: paged_attention knows no trees"):
+        ops.paged_attention(*batch.arguments(tree_mask=torch.tensor([1, 3])))
 
 
 @pytest.mark.parametrize(

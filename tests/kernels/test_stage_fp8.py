@@ -11,6 +11,7 @@ from decode_cases import make_case
 from dense_attention import PagedBatch, dense_attention, make_batch
 from slipstream.core.config import ModelConfig
 from slipstream.worker.warm_up import warm_up_steps
+from slipstream_kernels import ops
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_attention, prefill_stage
 from slipstream_kernels.attention.reference.stage_fp8 import attend_rounded, to_e4m3
@@ -40,10 +41,10 @@ def test_staged_blocks_are_the_reference_s(
     batch, mean = offset_batch(torch.float32 if dtype == FP8 else dtype, geometry, device)
     batch.value_cache[batch.block_tables[0, 0], 0, 3, 5] = 1e38 if dtype == torch.bfloat16 else 6e4
     caches = [cache if dtype != FP8 else to_e4m3(cache) for cache in (batch.key_cache, batch.value_cache)]
-    tensors = (*caches, batch.block_tables, batch.seq_lens, None if dtype == FP8 else mean)
+    _, cache, metadata, _ = batch.arguments(key=caches[0], value=caches[1])
     place = {token: index for index, token in enumerate(staged_order().tolist())}
     for name in ("reference", "triton"):
-        keys, values = stage_fp8(*tensors, max_seq_len=200, backend=name)
+        keys, values = stage_fp8(cache, metadata, None if dtype == FP8 else mean, backend=name)
         assert values.shape == (4 * 4, geometry[1], geometry[2], 64) and values.dtype == FP8
         assert (keys is None) == (dtype == FP8)
         for request, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -77,9 +78,7 @@ def test_the_reference_loses_what_rounding_costs_and_less_by_a_mean(options: dic
     exact = dense_attention(batch, 128**-0.5, **options)
     errors = []
     for key_mean in (mean, torch.zeros_like(mean)):
-        out = paged_attention(
-            *batch.tensors(), max_query_len=129, scale=128**-0.5, key_mean=key_mean, backend="reference", **options
-        )
+        out = paged_attention(*batch.arguments(key_mean=key_mean, **options), backend="reference")
         errors.append(((out.double() - exact)[:162].norm() / exact[:162].norm()).item())  # of prompts: 33 + 129 rows
         assert torch.allclose(out.double()[162:168], exact[162:168], atol=1e-5)  # short queries are not rounded
     smoothed, plain = errors
@@ -88,19 +87,18 @@ def test_the_reference_loses_what_rounding_costs_and_less_by_a_mean(options: dic
 
 def test_what_cannot_be_smoothed_is_refused() -> None:
     batch, mean = offset_batch(torch.float32, (4, 2, 128, 64))
-    call = {"max_query_len": 129, "scale": 0.1}
     with pytest.raises(ValueError, match="soft_cap and sinks change"):
-        paged_attention(*batch.tensors(), **call, key_mean=mean, soft_cap=5.0)
+        paged_attention(*batch.arguments(key_mean=mean, soft_cap=5.0))
     with pytest.raises(ValueError, match="soft_cap and sinks change"):
-        paged_attention(*batch.tensors(), **call, key_mean=mean, sinks=torch.zeros(4))
+        paged_attention(*batch.arguments(key_mean=mean, sinks=torch.zeros(4)))
     with pytest.raises(ValueError, match="has no alibi_slopes"):
-        paged_attention(*batch.tensors(), **call, key_mean=mean, alibi_slopes=torch.ones(4))
+        paged_attention(*batch.arguments(key_mean=mean, alibi_slopes=torch.ones(4)))
     with pytest.raises(ValueError, match="key_mean: shape"):
-        paged_attention(*batch.tensors(), **call, key_mean=mean[:1])
+        paged_attention(*batch.arguments(key_mean=mean[:1]))
     with pytest.raises(ValueError, match=r"key_mean: dtype torch.float64"):
-        stage_fp8(*batch.tensors()[1:4], batch.seq_lens, mean.double(), max_seq_len=9)
-    with pytest.raises(ValueError, match=r"value_cache: dtype torch.float32, expected .* without a key_mean"):
-        stage_fp8(*batch.tensors()[1:4], batch.seq_lens, None, max_seq_len=9)
+        stage_fp8(*batch.arguments()[1:3], mean.double())
+    with pytest.raises(ValueError, match=r"cache.key: dtype torch.float32, expected .* without a key_mean"):
+        stage_fp8(*batch.arguments()[1:3], None)
 
 
 GPU_CASES = {
@@ -124,9 +122,8 @@ def test_the_kernel_rounds_as_the_reference(hopper, dtype: torch.dtype, case: st
     """Slots that no request owns hold NaN. Probabilities are rounded relative to other maxima than the reference's."""
     geometry, options = GPU_CASES[case]
     batch, mean = offset_batch(dtype, geometry, hopper)
-    call = {"max_query_len": 129, "scale": 128**-0.5, "key_mean": mean, "max_seq_len": 200, **options}
-    expected = paged_attention(*batch.tensors(), **call, backend="reference")
-    found = paged_attention(*batch.tensors(), **call, backend="cuda")
+    arguments = batch.arguments(key_mean=mean, **options)
+    expected, found = (paged_attention(*arguments, backend=backend) for backend in ("reference", "cuda"))
     exact = dense_attention(batch, 128**-0.5, **options)
     rows = slice(0, 162)
     error = ((found.cpu().double() - exact)[rows].norm() / exact[rows].norm()).item()
@@ -149,11 +146,11 @@ def test_long_sums_keep_their_bits(hopper, split: bool, spread: float, always_fp
     tables = torch.arange(num_blocks, dtype=torch.int32, device=hopper)[None]
     starts = torch.tensor([0, query_len], dtype=torch.int32, device=hopper)
     scales = torch.tensor([0.5, 2.0], device=hopper), torch.tensor([1.5, 0.25], device=hopper)
-    call = {"max_query_len": query_len, "max_seq_len": seq_len, "scale": 128**-0.5, "fp8_queries": True}
-    tensors = (q, keys, values, tables, starts, torch.tensor([seq_len], dtype=torch.int32, device=hopper))
-    options = {"key_scale": scales[0], "value_scale": scales[1], "backend": "cuda"}
-    found = paged_attention(*tensors, **call, **options, fp8_probs=True)
-    again = paged_attention(*tensors, **call, **options, fp8_probs=True)
+    lens = torch.tensor([seq_len], dtype=torch.int32, device=hopper)
+    metadata = ops.AttentionMetadata(tables, starts, lens, query_len, seq_len)
+    options = ops.AttentionOptions(128**-0.5, fp8_queries=True, fp8_probs=True)
+    arguments = q, ops.KvCache(keys, values, *scales), metadata, options
+    found, again = (paged_attention(*arguments, backend="cuda") for _ in range(2))
     assert torch.equal(found, again)
     unit = q.float().abs().amax(-1, keepdim=True) / 448
     rounded = (q.float() * (1 / unit)).to(FP8).float() * unit
@@ -176,8 +173,10 @@ def test_an_fp8_cache_is_read_as_by_keys_alone_in_fp8(hopper, geometry, options:
     moved = make_case([33, 129, 5, 70], [33, 190, 200, 1003], geometry, torch.bfloat16, FP8, seed=8).to(hopper)
     if "sinks" in options:
         options = {"sinks": torch.linspace(-1.0, 2.0, geometry[0], device=hopper)}
-    call = {**moved.keywords(), **options, "fp8_queries": True, "backend": "cuda"}
-    found, expected = (paged_attention(*moved.tensors(), **call, fp8_probs=kind) for kind in (True, False))
+    found, expected = (
+        paged_attention(*moved.arguments(fp8_queries=True, fp8_probs=kind, **options), backend="cuda")
+        for kind in (True, False)
+    )
     assert found.isfinite().all()
     error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
     assert 5e-3 < error < 4e-2
@@ -185,14 +184,10 @@ def test_an_fp8_cache_is_read_as_by_keys_alone_in_fp8(hopper, geometry, options:
 
 def kind_of(of: PagedBatch, num_tokens: int, longest: int, **options: object) -> int:
     """The kernel of so many tokens of a request as long as `longest`, and of the call's options."""
-    fields = dict.fromkeys(("sliding_window", "alibi_slopes", "soft_cap", "num_kv_splits", "key_scale", "value_scale"))
     q = torch.empty(num_tokens, *of.q.shape[1:], dtype=of.q.dtype, device="meta")
     one = torch.empty(1, dtype=torch.int32, device="meta")
-    tensors = q, of.key_cache, of.value_cache, of.block_tables, one, one
-    call = AttentionCall(
-        *tensors, out=q, max_query_len=num_tokens, max_seq_len=longest, scale=0.1, **{**fields, **options}
-    )
-    return prefill_attention.source_of_keys_and_values(call)
+    batch = replace(of, q=q, query_start_loc=one, seq_lens=one, max_query_len=num_tokens, max_seq_len=longest)
+    return prefill_attention.source_of_keys_and_values(AttentionCall(*batch.arguments(**options), q))
 
 
 @pytest.mark.parametrize("budget", [512, 1536, 2048, 3000, 4096, 8192])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,8 +151,18 @@ def test_over_an_fp8_cache_no_file_is_needed(tmp_path: Path) -> None:
     config = ModelConfig(model=str(tmp_path), device="cpu", prefill_attention_dtype="fp8")
     kv_dtype = ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]
     check_model(config, read_spec(tmp_path), CPU, torch.float32, kv_dtype)
-    options = [layer.attention.options for layer in load_model(config, kv_dtype=kv_dtype).layers]
+    options = [layer.attention.layer.options for layer in load_model(config, kv_dtype=kv_dtype).layers]
     assert all(option.fp8_probs and option.key_mean is None for option in options)
+
+
+def test_the_backend_that_rounds_queries_tells_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    config = ModelConfig(model=str(tmp_path), device="cpu", load_format="dummy")
+    for wanted in ("paged", "split_kv_fp8"):
+        monkeypatch.setattr(ATTENTION_BACKENDS.get(wanted), "supports", staticmethod(lambda *_: None))
+        decoder = load_model(replace(config, attention_backend=wanted), kv_dtype=torch.float8_e4m3fn)
+        rounded = {layer.attention.layer.options.fp8_queries for layer in decoder.layers}
+        assert rounded == {wanted == "split_kv_fp8"}
 
 
 @pytest.mark.parametrize(
@@ -189,4 +200,4 @@ def test_a_wrong_file_is_named(measured: Path, tmp_path: Path) -> None:
 def test_random_weights_need_no_file(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path)
     config = ModelConfig(model=str(tmp_path), device="cpu", prefill_attention_dtype="fp8", load_format="dummy")
-    assert all(not layer.attention.options.key_mean.any() for layer in load_model(config).layers)
+    assert all(not layer.attention.layer.options.key_mean.any() for layer in load_model(config).layers)

@@ -100,7 +100,7 @@ def test_more_requests_than_the_decode_kernel_takes_go_to_the_paged_one(
     most, seen, attend = 2, [], ops.decode_attention
 
     def decode_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        seen.append(arguments[5].shape[0])
+        seen.append(arguments[2].num_requests)
         return attend(*arguments, **keywords)
 
     monkeypatch.setattr(ops, "decode_attention", decode_attention)

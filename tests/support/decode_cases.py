@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from attention_arguments import attention_arguments
+from slipstream_kernels import ops
 
 FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One call of ops.decode_attention; slots that no request owns hold NaN or the extreme value of their type."""
+    """One call of ops.decode_attention; slots that no request owns hold NaN or the extreme value of their type.
+
+    options: of the cache, the metadata and the layer, by name.
+    """
 
     q: torch.Tensor
     key_cache: torch.Tensor
@@ -26,13 +32,23 @@ class DecodeCase:
     max_query_len: int
     options: dict = field(default_factory=dict)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The positional arguments of ops.decode_attention."""
-        return self.q, self.key_cache, self.value_cache, self.block_tables, self.query_start_loc, self.seq_lens
+    def arguments(self, **changes: Any) -> tuple[Any, ...]:
+        """Those of the ops by place, with some fields changed."""
+        given = {
+            "key": self.key_cache,
+            "value": self.value_cache,
+            "block_tables": self.block_tables,
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "max_query_len": self.max_query_len,
+            "max_seq_len": self.block_tables.shape[1] * self.key_cache.shape[2],
+            "scale": self.q.shape[2] ** -0.5,
+        }
+        return attention_arguments(self.q, **given | self.options | changes)
 
-    def keywords(self) -> dict:
-        """Its keyword arguments."""
-        return {"max_query_len": self.max_query_len, "scale": self.q.shape[2] ** -0.5, **self.options}
+    @property
+    def cache(self) -> ops.KvCache:
+        return self.arguments()[1]
 
     def to(self, device: torch.device) -> DecodeCase:
         """The same case on a device."""

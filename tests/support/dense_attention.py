@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from attention_arguments import attention_arguments
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,11 @@ class PagedBatch:
     max_query_len: int
     max_seq_len: int
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The positional arguments of ops.paged_attention."""
-        return self.q, self.key_cache, self.value_cache, self.block_tables, self.query_start_loc, self.seq_lens
+    def arguments(self, **given: Any) -> tuple[Any, ...]:
+        """Those of ops.paged_attention by place; given: options and changed fields, by name."""
+        own = {name: value for name, value in vars(self).items() if name not in ("q", "key_cache", "value_cache")}
+        own |= {"key": self.key_cache, "value": self.value_cache, "scale": self.q.shape[-1] ** -0.5}
+        return attention_arguments(self.q, **own | given)
 
 
 def make_batch(

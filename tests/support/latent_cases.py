@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from slipstream_kernels import ops
@@ -28,8 +29,12 @@ class LatentCase:
     def query_lens(self) -> list[int]:
         return self.query_start_loc.diff().tolist()
 
-    def operands(self) -> tuple:
-        return self.q, self.cache, self.block_tables, self.query_start_loc, self.seq_lens
+    def arguments(self, **changes: Any) -> tuple[Any, ...]:
+        """Those of the ops by place, with some of the metadata's fields changed."""
+        given = {"max_query_len": max(self.query_lens), "max_seq_len": int(self.seq_lens.max())}
+        given |= {"tree_mask": self.tree_mask} | changes
+        tensors = self.block_tables, self.query_start_loc, self.seq_lens
+        return self.q, self.cache, ops.AttentionMetadata(*tensors, **given)
 
 
 def make_rope(rope_dim: int, device: torch.device) -> ops.Rope:

@@ -17,8 +17,9 @@ from typing import cast
 import pytest
 import torch
 from slipstream_kernels import select
-from slipstream_kernels.attention.decode_call import DecodeCall
+from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.latent_call import LatentCall
+from slipstream_kernels.attention.ragged_call import RaggedCall
 from slipstream_kernels.gemm import kernels as dense
 from slipstream_kernels.kv.reference.write_latent import read_latents
 from slipstream_kernels.moe import kernels as moe
@@ -39,8 +40,8 @@ def compute_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
         if not op.startswith("attention.") or name == "merge_attention":
             return module
 
-        def attend(call: DecodeCall | LatentCall, *arguments: object) -> object:
-            result = getattr(module, name)(call, *arguments)
+        def attend(call: AttentionCall | LatentCall | RaggedCall) -> object:
+            result = getattr(module, name)(call)
             _crowd(call.out)
             return result
 
@@ -82,29 +83,30 @@ def invariant_grouped_mm(x: Tensor, weight: Tensor, routing: Routing, scales: Te
     return y
 
 
-def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
+def invariant_attention(call: AttentionCall) -> None:
     """Without windows, slopes, caps and sinks."""
-    size, num_kv_heads = call.key_cache.shape[2], call.key_cache.shape[1]
+    cache, size = call.cache, call.cache.block_size
     for row, slots in _keys_of_rows(call, size):
         rows = slots // size, slice(None), slots % size
-        keys, values = call.key_cache[rows].transpose(0, 1).clone(), call.value_cache[rows].transpose(0, 1).clone()
-        q = call.q[row].unflatten(0, (num_kv_heads, -1)).clone()
-        probs = torch.softmax((q @ keys.transpose(1, 2)) * call.scale, dim=-1)
+        keys, values = cache.key[rows].transpose(0, 1).clone(), cache.value[rows].transpose(0, 1).clone()
+        q = call.q[row].unflatten(0, (cache.num_kv_heads, -1)).clone()
+        probs = torch.softmax((q @ keys.transpose(1, 2)) * call.options.scale, dim=-1)
         call.out[row] = (probs @ values).flatten(0, 1)
 
 
-def _keys_of_rows(call: DecodeCall | LatentCall, size: int) -> Iterator[tuple[int, Tensor]]:
+def _keys_of_rows(call: AttentionCall | LatentCall, size: int) -> Iterator[tuple[int, Tensor]]:
     """Each row and the slots of its keys, in the order of their positions."""
-    starts = call.query_start_loc.tolist()
-    for request, seq_len in enumerate(call.seq_lens.tolist()):
+    metadata = call.metadata
+    starts, tree_mask = metadata.query_start_loc.tolist(), metadata.tree_mask
+    for request, seq_len in enumerate(metadata.seq_lens.tolist()):
         prefix = seq_len - (starts[request + 1] - starts[request])
         for row in range(starts[request], starts[request + 1]):
             own = list(range(row - starts[request] + 1))
-            if call.tree_mask is not None:
-                own = [bit for bit in range(64) if int(call.tree_mask[row]) >> bit & 1]
+            if tree_mask is not None:
+                own = [bit for bit in range(64) if int(tree_mask[row]) >> bit & 1]
             places = torch.tensor([*range(prefix), *(prefix + place for place in own)])
             if seq_len:
-                yield row, call.block_tables[request].long()[places // size] * size + places % size
+                yield row, metadata.block_tables[request].long()[places // size] * size + places % size
             else:
                 call.out[row] = 0
 

@@ -110,12 +110,21 @@ def attend_in_fp8(decoder: Decoder, means: list[Tensor] | None) -> None:
     for index, layer in zip(decoder.own_indices, decoder.own_layers):
         attention = layer.attention
         assert isinstance(attention, SelfAttention)
+        options = attention.layer.options
         if means is None:
-            attention.options = replace(attention.options, fp8_probs=True)
-            continue
-        _, own_heads = attention.spec.heads_of(decoder.context.parallel)
-        own = means[index][own_heads].to(decoder.context.device)
-        attention.options = replace(attention.options, key_mean=own)
+            options = replace(options, fp8_probs=True)
+        else:
+            _, own_heads = attention.spec.heads_of(decoder.context.parallel)
+            options = replace(options, key_mean=means[index][own_heads].to(decoder.context.device))
+        attention.layer = replace(attention.layer, options=options)
+
+
+def round_queries(decoder: Decoder) -> None:
+    """Let a decoder's layers do what split_kv_fp8 is: queries of long prompts may be rounded."""
+    for layer in decoder.own_layers:
+        attention = layer.attention
+        assert isinstance(attention, SelfAttention)
+        attention.layer = replace(attention.layer, options=replace(attention.layer.options, fp8_queries=True))
 
 
 def zero_means(spec: DecoderSpec) -> list[Tensor]:

@@ -86,7 +86,7 @@ class LatentAttention:
         rope = ropes.of(spec.rope)
         assert rope is not None
         latent_norm, heads = self.norms[-1], self.kv_b.matrix.unflatten(0, (-1, spec.kv_b.unit))
-        self.options = LatentLayer(
+        self.layer = LatentLayer(
             rope, spec.score_scale, latent_norm.weight, latent_norm.eps, heads, self._latent.nope_dim
         )
 
@@ -97,12 +97,12 @@ class LatentAttention:
     def __call__(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
         """hidden: T rows quantised as qkv wants them -> [T, hidden_size]. The cache gains their latents."""
         latent_step, own = cast("LatentStep", step), cast("ops.LatentCache", cache)
-        return self.o(latent_step.forward(*self._projected(hidden), self.options, own).flatten(1))
+        return self.o(latent_step.forward(*self._projected(hidden), self.layer, own).flatten(1))
 
     def attend_last(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
         """The input of `o` for the rows whose logits are needed; writes latents of all rows."""
         latent_step, own = cast("LatentStep", step), cast("ops.LatentCache", cache)
-        return latent_step.forward_last(*self._projected(hidden), self.options, own).flatten(1)
+        return latent_step.forward_last(*self._projected(hidden), self.layer, own).flatten(1)
 
     def _projected(self, hidden: Activation) -> tuple[Tensor, Tensor]:
         """Query heads [T, num_q_heads, head_dim], and latents with keys [T, rank + rope_dim]."""

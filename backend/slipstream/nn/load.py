@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT, INVARIANT_LATENT
+from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT, INVARIANT_LATENT, SplitKVFp8Attention
 from slipstream.nn.attention.latent import LatentBackend
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
@@ -20,6 +20,7 @@ from slipstream.nn.key_means import (
     check_fp8_prefill,
     needs_key_means,
     read_key_means,
+    round_queries,
     rounding_refusal,
     zero_means,
 )
@@ -247,7 +248,10 @@ def _build(
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
     context = _context(config, methods, place or device, dtype, parallel, device)
-    return Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)
+    decoder = Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)
+    if backend is SplitKVFp8Attention:
+        round_queries(decoder)
+    return decoder
 
 
 def _context(

@@ -33,7 +33,7 @@ class SelfAttention:
         own = spec.of_rank(context.parallel)
         q_heads, self._kv_heads = spec.heads_of(context.parallel)
         self.sinks = Vector(spec.num_q_heads, context, q_heads) if spec.sinks else None
-        self.options = _options(own, self.norms, self.sinks, ropes, context)
+        self.layer = _layer(own, self.norms, self.sinks, ropes, context)
         self._head_counts = (own.num_q_heads, own.num_kv_heads, own.num_kv_heads)
         self._device = context.device
 
@@ -44,12 +44,12 @@ class SelfAttention:
     def __call__(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
         """hidden: T rows quantised as qkv wants them -> [T, hidden_size]. The cache gains their keys and values."""
         grouped, own = cast("GroupedStep", step), cast("ops.KvCache", cache)
-        return self.o(grouped.forward(*self._heads(hidden), self.options, own).flatten(1))
+        return self.o(grouped.forward(*self._heads(hidden), self.layer, own).flatten(1))
 
     def attend_last(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
         """The input of `o` for the rows whose logits are needed; writes keys and values of all rows."""
         grouped, own = cast("GroupedStep", step), cast("ops.KvCache", cache)
-        return grouped.forward_last(*self._heads(hidden), self.options, own).flatten(1)
+        return grouped.forward_last(*self._heads(hidden), self.layer, own).flatten(1)
 
     def _heads(self, hidden: Activation) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv.apply(hidden).unflatten(1, (-1, self.spec.head_dim)).split(self._head_counts, dim=1)
@@ -89,7 +89,7 @@ def _norms(spec: AttentionSpec, norm_eps: float, context: LayerContext) -> tuple
     return tuple(RMSNorm(size, norm_eps, context) for size in spec.norm_sizes)
 
 
-def _options(
+def _layer(
     spec: AttentionSpec,
     norms: tuple[RMSNorm, ...],
     sinks: Vector | None,
@@ -100,11 +100,7 @@ def _options(
     if spec.qk_norm in ("head", "rotated"):
         of_heads = ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps, spec.qk_norm == "rotated")
     slopes = torch.tensor(spec.alibi_slopes, device=context.device) if spec.alibi_slopes else None
-    return LayerAttention(
-        QKRope(ropes.of(spec.rope), of_heads, ropes.query_scales(spec.rope)),
-        spec.score_scale,
-        spec.sliding_window,
-        spec.soft_cap,
-        slopes,
-        None if sinks is None else sinks.values,
+    options = ops.AttentionOptions(
+        spec.score_scale, spec.sliding_window, spec.soft_cap, slopes, None if sinks is None else sinks.values
     )
+    return LayerAttention(QKRope(ropes.of(spec.rope), of_heads, ropes.query_scales(spec.rope)), options)

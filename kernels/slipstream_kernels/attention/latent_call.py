@@ -9,25 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata
 from slipstream_kernels.latent_cache import LatentCache
 
 
 @dataclass(frozen=True)
 class LatentCall:
-    """Shapes and meaning: ops.latent_attention. positions: ops.invariant_latent_attention's."""
+    """Shapes and meaning: ops.latent_attention."""
 
     q: torch.Tensor
     cache: LatentCache
-    block_tables: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    tree_mask: torch.Tensor | None
-    out: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
+    metadata: AttentionMetadata
     scale: float
-    is_prefix_settled: bool = False
-    positions: torch.Tensor | None = None
+    out: torch.Tensor
 
     @property
     def rows(self) -> torch.Tensor:

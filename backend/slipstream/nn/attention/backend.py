@@ -34,17 +34,10 @@ class QKRope:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes, sinks: [num_q_heads] fp32.
-    Where prompts attend in FP8: key_mean, [num_kv_heads, head_dim] fp32, over a 16-bit cache, fp8_probs over FP8."""
+    """How a layer of grouped-query attention attends. Options of prompts in FP8 are set by key_means.py."""
 
     qk_rope: QKRope
-    scale: float
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    key_mean: Tensor | None = None
-    fp8_probs: bool = False
+    options: ops.AttentionOptions
 
 
 @dataclass(frozen=True)

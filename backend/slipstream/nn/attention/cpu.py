@@ -48,7 +48,7 @@ class CpuDecode:
         qk_rope = layer.qk_rope
         q = self.step.rotate_and_store(q, k, v, qk_rope.rope, cache, qk_rope.norms)
         q = qk_rope.scale_queries(q, self.batch.positions)
-        return self.step.attend(q, cache, layer.scale, layer.sliding_window)
+        return self.step.attend(q, cache, layer.options)
 
     def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         """All rows attend, of which those that are not wanted were not worth a plan of their own."""

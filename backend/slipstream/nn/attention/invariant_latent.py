@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.nn.attention.backend import LatentLayer
 from slipstream.nn.attention.latent import LatentBackend, step_latents
-from slipstream.nn.attention.split_step import Rows, last_rows, trees_and_chains
+from slipstream.nn.attention.split_step import Rows, last_metadata, trees_and_chains
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -33,25 +33,24 @@ class InvariantLatent:
         return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantLatentStep:
-        return InvariantLatentStep(batch, *trees_and_chains(batch))
+        return InvariantLatentStep(batch, trees_and_chains(batch))
 
 
 @dataclass(frozen=True)
 class InvariantLatentStep:
-    """trees, chains: as trees_and_chains makes them; the op is called for each apart."""
+    """parts: as trees_and_chains makes them; the op is called for each apart."""
 
     batch: ForwardBatch
-    trees: Rows | None
-    chains: Rows | None
+    parts: tuple[Rows, ...]
 
     def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
         absorbed = _absorbed(q, layer, cache)
         q_rope, q_out = q[..., layer.nope_dim :], absorbed[..., cache.rank :]
         ops.write_latent(q_rope, step_latents(self.batch, latent, layer), cache, q_out)
         latents = absorbed.new_empty(*absorbed.shape[:2], cache.rank)
-        for rows in (self.trees, self.chains):
-            if rows is not None:
-                self._attend(rows, absorbed, layer, cache, latents)
+        for rows in self.parts:
+            own, out = absorbed[rows.tokens], latents[rows.tokens]
+            ops.invariant_latent_attention(own, cache, rows.metadata, scale=layer.scale, out=out)
         return _values(latents, layer)
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
@@ -62,25 +61,9 @@ class InvariantLatentStep:
         absorbed[..., cache.rank :] = rotated[wanted]
         latents = absorbed.new_empty(*absorbed.shape[:2], cache.rank)
         if len(latents):
-            self._attend(last_rows(self.batch), absorbed, layer, cache, latents)
+            metadata = last_metadata(self.batch)
+            ops.invariant_latent_attention(absorbed, cache, metadata, scale=layer.scale, out=latents)
         return _values(latents, layer)
-
-    def _attend(self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor) -> None:
-        """absorbed, out: of all rows of the step."""
-        batch, tokens, is_tree = self.batch, rows.tokens, rows is self.trees
-        ops.invariant_latent_attention(
-            absorbed[tokens],
-            cache,
-            rows.block_tables,
-            rows.query_start_loc,
-            rows.seq_lens,
-            max_query_len=rows.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=layer.scale,
-            tree_mask=batch.tree_mask if is_tree else None,
-            positions=batch.positions[tokens] if is_tree else None,
-            out=out[tokens],
-        )
 
 
 def _absorbed(q: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:

@@ -16,7 +16,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention.backend import LatentLayer
-from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
+from slipstream.nn.attention.split_step import Rows, decode_rows, last_metadata, rows_after
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -81,9 +81,10 @@ class PromptKeys:
     @classmethod
     def of(cls, rows: Rows, prefixes: Sequence[int]) -> PromptKeys:
         """prefixes: upper bounds of each prompt's cached tokens, of which the device knows the numbers."""
-        query_lens = rows.query_start_loc.diff()
-        cached = rows.seq_lens - query_lens
-        own = KeyPiece(cached, query_lens, rows.query_start_loc, 0, rows.max_query_len)
+        metadata = rows.metadata
+        query_lens = metadata.query_start_loc.diff()
+        cached = metadata.seq_lens - query_lens
+        own = KeyPiece(cached, query_lens, metadata.query_start_loc, 0, metadata.max_query_len)
         pieces = []
         for spans in _spans(prefixes):
             starts = [0]
@@ -128,7 +129,7 @@ class AbsorbedAndPrompts:
             tokens = rows.tokens
             latents = step_latents(self.batch, latent, layer, tokens)
             absorbed = ops.absorb_latent(q[tokens], layer.kv_b[:, : layer.nope_dim], latents, cache)
-            self._attend_absorbed(rows, absorbed, layer, cache, out[tokens], rows is self.decodes)
+            _attend_absorbed(absorbed, cache, rows.metadata, layer, out[tokens])
         if self.prompts is not None:
             tokens = self.prompts.rows.tokens
             q_rope = q[tokens, :, layer.nope_dim :]
@@ -146,26 +147,8 @@ class AbsorbedAndPrompts:
             keys = layer.kv_b[:, : layer.nope_dim].transpose(1, 2)
             ops.head_mm(q[..., : layer.nope_dim], keys, absorbed[..., : cache.rank])
             absorbed[..., cache.rank :] = q[..., layer.nope_dim :]
-            self._attend_absorbed(last_rows(self.batch), absorbed, layer, cache, out, is_decode=False)
+            _attend_absorbed(absorbed, cache, last_metadata(self.batch), layer, out)
         return out
-
-    def _attend_absorbed(
-        self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor, is_decode: bool
-    ) -> None:
-        """absorbed, out: of these rows. is_decode: they may have the batch's trees, and no others of their request."""
-        latents = ops.latent_attention(
-            absorbed,
-            cache,
-            rows.block_tables,
-            rows.query_start_loc,
-            rows.seq_lens,
-            max_query_len=rows.max_query_len,
-            max_seq_len=self.batch.max_seq_len,
-            scale=layer.scale,
-            tree_mask=self.batch.tree_mask if is_decode else None,
-            is_prefix_settled=is_decode,
-        )
-        ops.head_mm(latents, layer.kv_b[:, layer.nope_dim :], out)
 
     def _attend_prompts(
         self, prompts: PromptKeys, q: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor
@@ -187,9 +170,9 @@ class AbsorbedAndPrompts:
         out: Tensor,
     ) -> Tensor:
         """Write out; return its log-sum-exp [tokens, num_q_heads]."""
-        rows, is_own = prompts.rows, piece is prompts.own
+        metadata, is_own = prompts.rows.metadata, piece is prompts.own
         latents = q.new_empty(q.shape[0] if is_own else piece.num_rows, cache.rank + cache.rope_dim)
-        ops.gather_latent(cache, rows.block_tables, piece.first_tokens, piece.lens, piece.start_loc, latents)
+        ops.gather_latent(cache, metadata.block_tables, piece.first_tokens, piece.lens, piece.start_loc, latents)
         num_heads, width = layer.kv_b.shape[:2]
         both = torch.mm(latents[:, : cache.rank], layer.kv_b.flatten(0, 1).t()).view(-1, num_heads, width)
         _, lse = ops.ragged_attention(
@@ -197,16 +180,24 @@ class AbsorbedAndPrompts:
             both[..., : layer.nope_dim],
             latents[:, cache.rank :],
             both[..., layer.nope_dim :],
-            rows.query_start_loc,
+            metadata.query_start_loc,
             piece.start_loc,
             piece.lens,
-            max_query_len=rows.max_query_len,
+            max_query_len=metadata.max_query_len,
             max_key_len=piece.max_len,
             scale=layer.scale,
             is_causal=is_own,
             out=out,
         )
         return lse
+
+
+def _attend_absorbed(
+    absorbed: Tensor, cache: ops.LatentCache, metadata: ops.AttentionMetadata, layer: LatentLayer, out: Tensor
+) -> None:
+    """absorbed, out: of the metadata's rows."""
+    latents = ops.latent_attention(absorbed, cache, metadata, scale=layer.scale)
+    ops.head_mm(latents, layer.kv_b[:, layer.nope_dim :], out)
 
 
 def step_latents(batch: ForwardBatch, latent: Tensor, layer: LatentLayer, tokens: slice = ALL) -> ops.StepLatents:

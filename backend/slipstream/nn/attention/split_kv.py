@@ -6,7 +6,6 @@ Over an FP8 cache, split_kv_fp8 lets long prompts multiply keys in FP8, as other
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from slipstream_kernels import ops
@@ -24,7 +23,6 @@ class SplitKVAttention:
     """Queries stay as they are."""
 
     spec: DecoderSpec
-    _fp8_queries: ClassVar[bool] = False
 
     @staticmethod
     def supports(
@@ -50,13 +48,12 @@ class SplitKVAttention:
         has_decode_kernel = batch.seq_lens.shape[0] <= ops.MAX_DECODE_REQUESTS
         decodes = decode_rows(batch) if has_decode_kernel or batch.tree_mask is not None else None
         prompts = rows_after(batch, decodes)
-        return SplitStep(batch, decodes, prompts, has_decode_kernel, fp8_queries=self._fp8_queries)
+        return SplitStep(batch, decodes, prompts, has_decode_kernel)
 
 
 class SplitKVFp8Attention(SplitKVAttention):
-    """Queries of long prompts are rounded to e4m3, each head of a token by its own largest element."""
-
-    _fp8_queries: ClassVar[bool] = True
+    """Queries of long prompts are rounded to e4m3, each head of a token by its own largest element: the layers' options
+    say so (key_means.round_queries)."""
 
     @staticmethod
     def supports(
@@ -72,21 +69,18 @@ class SplitKVFp8Attention(SplitKVAttention):
 
 def _attend_once(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     one = torch.ones(1, dtype=torch.int32, device=device)
-    slopes = torch.tensor(spec.alibi_slopes, device=device) if spec.alibi_slopes else None
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    options = ops.AttentionOptions(
+        1.0,
+        soft_cap=spec.soft_cap,
+        alibi_slopes=torch.tensor(spec.alibi_slopes, device=device) if spec.alibi_slopes else None,
+        sinks=torch.zeros(spec.num_q_heads, device=device) if spec.sinks else None,
+    )
     cache = ops.empty_kv_cache((1, spec.num_kv_heads, 64, spec.head_dim), kv_dtype, device)
     ops.decode_attention(
         torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=dtype, device=device),
-        cache.key,
-        cache.value,
-        (one - 1)[None],
-        torch.tensor([0, 1], dtype=torch.int32, device=device),
-        one,
-        max_query_len=1,
-        scale=1.0,
-        key_scale=cache.key_scale,
-        value_scale=cache.value_scale,
-        alibi_slopes=slopes,
-        soft_cap=spec.soft_cap,
-        sinks=torch.zeros(spec.num_q_heads, device=device) if spec.sinks else None,
+        cache,
+        ops.AttentionMetadata((one - 1)[None], starts, one, max_query_len=1, max_seq_len=1),
+        options,
         backend="cuda",
     )

@@ -20,14 +20,7 @@ class Rows:
     """Some requests that follow each other, as a step of their own, and the tokens that are theirs."""
 
     tokens: slice
-    block_tables: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    max_query_len: int
-
-    def operands(self, q: Tensor, cache: ops.KvCache) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the attention ops take by place.  q: of all rows of the step."""
-        return q[self.tokens], cache.key, cache.value, self.block_tables, self.query_start_loc, self.seq_lens
+    metadata: ops.AttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -35,111 +28,28 @@ class SplitStep:
     """decodes: rows for the decode kernel, or rows of trees, None if there are none. prompts: the others, or None.
 
     has_decode_kernel: whether single rows go to the decode kernel, too, where they are taken from among others.
-    fp8_queries: whether those of long prompts may be rounded to e4m3.
     """
 
     batch: ForwardBatch
     decodes: Rows | None
     prompts: Rows | None
     has_decode_kernel: bool
-    fp8_queries: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         q = store_heads(self.batch, q, k, v, layer, cache)
         out = torch.empty_like(q)
-        if self.decodes is not None and self.has_decode_kernel:
-            self._attend_decodes(self.decodes, q, layer, cache, out)
-        elif self.decodes is not None:
-            attend_invariantly(self.batch, self.decodes, q, layer, cache, out)
-        if self.prompts is not None:
-            self._attend_prompts(self.prompts, q, layer, cache, out)
+        of_decodes = ops.decode_attention if self.has_decode_kernel else ops.invariant_attention
+        for attend, rows in ((of_decodes, self.decodes), (ops.paged_attention, self.prompts)):
+            if rows is not None:
+                attend(q[rows.tokens], cache, rows.metadata, layer.options, out=out[rows.tokens])
         return out
 
     def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
-        batch = self.batch
-        q = store_heads(batch, q, k, v, layer, cache)
-        q = q[batch.logits_indices]
+        q = store_heads(self.batch, q, k, v, layer, cache)[self.batch.logits_indices]
         if q.shape[0]:
-            rows, out = last_rows(batch), torch.empty_like(q)
-            if self.has_decode_kernel:
-                self._attend_decodes(rows, q, layer, cache, out, is_prefix_settled=False)
-            else:
-                self._attend_prompts(rows, q, layer, cache, out)
-            q = out
+            attend = ops.decode_attention if self.has_decode_kernel else ops.paged_attention
+            q = attend(q, cache, last_metadata(self.batch), layer.options)
         return q
-
-    def _attend_decodes(
-        self,
-        rows: Rows,
-        q: Tensor,
-        layer: LayerAttention,
-        cache: ops.KvCache,
-        out: Tensor,
-        is_prefix_settled: bool = True,
-    ) -> None:
-        """is_prefix_settled: a step begins with the embedding, which is no kernel of ours; not for rows whose request
-        has others in this step."""
-        batch = self.batch
-        ops.decode_attention(
-            *rows.operands(q, cache),
-            max_query_len=rows.max_query_len,
-            scale=layer.scale,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            tree_mask=batch.tree_mask,
-            positions=None if batch.tree_mask is None else batch.positions[rows.tokens],
-            sliding_window=layer.sliding_window,
-            alibi_slopes=layer.alibi_slopes,
-            soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
-            is_prefix_settled=is_prefix_settled,
-            out=out[rows.tokens],
-        )
-
-    def _attend_prompts(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: ops.KvCache, out: Tensor) -> None:
-        ops.paged_attention(
-            *rows.operands(q, cache),
-            max_query_len=rows.max_query_len,
-            max_seq_len=self.batch.max_seq_len,
-            scale=layer.scale,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            sliding_window=layer.sliding_window,
-            alibi_slopes=layer.alibi_slopes,
-            soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
-            fp8_queries=self.fp8_queries,
-            fp8_probs=layer.fp8_probs,
-            key_mean=layer.key_mean,
-            out=out[rows.tokens],
-        )
-
-
-def attend_invariantly(
-    batch: ForwardBatch,
-    rows: Rows,
-    q: Tensor,
-    layer: LayerAttention,
-    cache: ops.KvCache,
-    out: Tensor,
-    is_tree: bool = True,
-) -> None:
-    """Rows of a step by the op in Triton-lang that knows trees. is_tree: whether they have the batch's."""
-    ops.invariant_attention(
-        *rows.operands(q, cache),
-        max_query_len=rows.max_query_len,
-        max_seq_len=batch.max_seq_len,
-        scale=layer.scale,
-        key_scale=cache.key_scale,
-        value_scale=cache.value_scale,
-        tree_mask=batch.tree_mask if is_tree else None,
-        positions=batch.positions[rows.tokens] if is_tree else None,
-        sliding_window=layer.sliding_window,
-        alibi_slopes=layer.alibi_slopes,
-        soft_cap=layer.soft_cap,
-        sinks=layer.sinks,
-        out=out[rows.tokens],
-    )
 
 
 def store_heads(
@@ -152,31 +62,43 @@ def store_heads(
 
 
 def decode_rows(batch: ForwardBatch) -> Rows | None:
-    """The step's decode rows, as the batch counts them."""
-    count = batch.num_decode_requests
+    """The step's decode rows, as the batch counts them, with its trees.
+
+    Their prefixes are settled: a step begins with the embedding, which is no kernel of ours.
+    """
+    count, tokens = batch.num_decode_requests, slice(batch.num_decode_tokens)
     if count == 0:
         return None
-    return Rows(
-        slice(batch.num_decode_tokens),
+    metadata = ops.AttentionMetadata(
         batch.block_tables[:count],
         batch.query_start_loc[: count + 1],
         batch.seq_lens[:count],
         batch.max_decode_query_len,
+        batch.max_seq_len,
+        tree_mask=batch.tree_mask,
+        positions=None if batch.tree_mask is None else batch.positions[tokens],
+        is_prefix_settled=True,
     )
+    return Rows(tokens, metadata)
 
 
-def last_rows(batch: ForwardBatch) -> Rows:
-    """The last rows of the requests of which logits are wanted, one each, as batch.logits_indices picks them."""
+def last_metadata(batch: ForwardBatch) -> ops.AttentionMetadata:
+    """Of the last rows of the requests of which logits are wanted, one each, as batch.logits_indices picks them.
+
+    Their prefixes are not settled: their requests may have other rows in this step.
+    """
     rows = batch.logits_indices
     requests = torch.searchsorted(batch.query_start_loc, rows.to(torch.int32), right=True) - 1
     starts = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
-    return Rows(slice(None), batch.block_tables[requests], starts, batch.seq_lens[requests], max_query_len=1)
+    return ops.AttentionMetadata(
+        batch.block_tables[requests], starts, batch.seq_lens[requests], 1, max_seq_len=batch.max_seq_len
+    )
 
 
-def trees_and_chains(batch: ForwardBatch) -> tuple[Rows | None, Rows | None]:
-    """A step's rows with a tree mask, which are its first, and all others; None where there are none."""
+def trees_and_chains(batch: ForwardBatch) -> tuple[Rows, ...]:
+    """A step's rows with a tree mask, which are its first, and all others, where there are such."""
     trees = None if batch.tree_mask is None else decode_rows(batch)
-    return trees, rows_after(batch, trees)
+    return tuple(rows for rows in (trees, rows_after(batch, trees)) if rows is not None)
 
 
 def rows_after(batch: ForwardBatch, decodes: Rows | None) -> Rows | None:
@@ -184,11 +106,11 @@ def rows_after(batch: ForwardBatch, decodes: Rows | None) -> Rows | None:
 
     Lengths are copied: for a view whose pointer 16 does not divide, Triton-lang compiles the kernels once more.
     """
-    tables, starts, seq_lens = batch.block_tables, batch.query_start_loc, batch.seq_lens
-    if decodes is None:
-        return Rows(slice(None), tables, starts, seq_lens, batch.max_query_len)
-    first, num_tokens = decodes.seq_lens.shape[0], decodes.tokens.stop
-    if first == seq_lens.shape[0]:
-        return None
-    starts, seq_lens = starts[first:] - num_tokens, seq_lens[first:].clone()
-    return Rows(slice(num_tokens, None), tables[first:], starts, seq_lens, batch.max_query_len)
+    tables, starts, seq_lens, tokens = batch.block_tables, batch.query_start_loc, batch.seq_lens, slice(None)
+    if decodes is not None:
+        first, num_tokens = decodes.metadata.num_requests, decodes.tokens.stop
+        if first == seq_lens.shape[0]:
+            return None
+        tables, starts, seq_lens = tables[first:], starts[first:] - num_tokens, seq_lens[first:].clone()
+        tokens = slice(num_tokens, None)
+    return Rows(tokens, ops.AttentionMetadata(tables, starts, seq_lens, batch.max_query_len, batch.max_seq_len))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from slipstream_kernels.attention.attention_call import AttentionOptions
 from slipstream_kernels.attention.reference.paged_attention import GATHER_BYTES, bucket_blocks, matmul_dtype
 from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.norm.rms_norm import rms_norm
@@ -66,14 +67,14 @@ class CpuDecodeStep:
             store.view(-1, store.shape[3]).index_copy_(0, slots, heads.reshape(-1, store.shape[3]))
         return q.contiguous()
 
-    def attend(self, q: torch.Tensor, cache: KvCache, scale: float, sliding_window: int | None) -> torch.Tensor:
-        """As ops.paged_attention: [num_requests, num_q_heads, head_dim]."""
-        pieces, masks = self._pieces_of(cache), self._masks_of(cache, sliding_window)
+    def attend(self, q: torch.Tensor, cache: KvCache, options: AttentionOptions) -> torch.Tensor:
+        """As ops.paged_attention: [num_requests, num_q_heads, head_dim].  Of the options, scale and window alone."""
+        pieces, masks = self._pieces_of(cache), self._masks_of(cache, options.sliding_window)
         if len(pieces) == 1:
-            return _attend(q, pieces[0], masks[0], cache, scale)
+            return _attend(q, pieces[0], masks[0], cache, options.scale)
         out = torch.empty_like(q)
         for piece, mask in zip(pieces, masks):
-            out[piece.requests] = _attend(q[piece.requests], piece, mask, cache, scale)
+            out[piece.requests] = _attend(q[piece.requests], piece, mask, cache, options.scale)
         return out
 
     def _angles_of(self, rope: Rope, head_dim: int) -> Angles:

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import verify_attention
-from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
@@ -61,7 +61,7 @@ class Workspace:
     arrivals: torch.Tensor
 
 
-def refusal(call: DecodeCall) -> str | None:
+def refusal(call: AttentionCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     if (reason := hopper_refusal(call.q.device, "q is")) is not None:
         return reason
@@ -69,22 +69,22 @@ def refusal(call: DecodeCall) -> str | None:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
     if call.q.shape[2] not in HEAD_DIMS:
         return f"head_dim {call.q.shape[2]} is not one of {HEAD_DIMS}"
-    block_size = call.key_cache.shape[2]
+    block_size = call.cache.block_size
     if block_size < 16 or block_size & (block_size - 1):
         return f"block_size {block_size} is not a power of two >= 16"
-    if call.seq_lens.shape[0] > MAX_DECODE_REQUESTS:
-        return f"{call.seq_lens.shape[0]} requests are more than {MAX_DECODE_REQUESTS}"
-    return build_refusal(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
+    if call.metadata.num_requests > MAX_DECODE_REQUESTS:
+        return f"{call.metadata.num_requests} requests are more than {MAX_DECODE_REQUESTS}"
+    return build_refusal(SOURCE, defines(call.q.dtype, call.cache.dtype, call.q.shape[2]))
 
 
-def decode_attention(call: DecodeCall) -> None:
+def decode_attention(call: AttentionCall) -> None:
     """See ops.decode_attention; writes call.out.  One launch."""
     if call.q.shape[0] == 0:
         return
     if verify_attention.takes(call):
         verify_attention.verify_attention(call)
         return
-    library = load(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
+    library = load(SOURCE, defines(call.q.dtype, call.cache.dtype, call.q.shape[2]))
     params = _params(call, workspace(call.q.device))
     launch("decode_attention", library, params, call.q.device)
 
@@ -121,32 +121,34 @@ def workspace(device: torch.device) -> Workspace:
     )
 
 
-def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
-    num_kv_heads, block_size = call.key_cache.shape[1:3]
+def _params(call: AttentionCall, space: Workspace) -> DecodeParams:
+    cache, metadata, options = call.cache, call.metadata, call.options
+    num_kv_heads, block_size = cache.key.shape[1:3]
     group = call.q.shape[1] // num_kv_heads
     tensors = {
-        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "out": call.out,
-        "key_scale": call.key_scale, "value_scale": call.value_scale, "block_tables": call.block_tables,
-        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
-        "sinks": call.sinks, "tree_mask": call.tree_mask, "positions": call.positions,
+        "q": call.q, "key_cache": cache.key, "value_cache": cache.value, "out": call.out,
+        "key_scale": cache.key_scale, "value_scale": cache.value_scale, "block_tables": metadata.block_tables,
+        "query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens,
+        "alibi_slopes": options.alibi_slopes, "sinks": options.sinks, "tree_mask": metadata.tree_mask,
+        "positions": metadata.positions,
         "partial_out": space.partial_out, "partial_state": space.partial_state, "arrivals": space.arrivals,
     }  # fmt: skip
     return DecodeParams(
         **addresses(tensors),
         q_token_stride=call.q.stride(0),
         q_head_stride=call.q.stride(1),
-        table_stride=call.block_tables.stride(0),
-        num_requests=call.seq_lens.shape[0],
+        table_stride=metadata.block_tables.stride(0),
+        num_requests=metadata.num_requests,
         num_kv_heads=num_kv_heads,
         group=group,
         block_size_log2=block_size.bit_length() - 1,
-        sliding_window=call.sliding_window or 0,
+        sliding_window=options.sliding_window or 0,
         num_sms=space.num_sms,
-        scale=call.scale,
-        soft_cap=call.soft_cap or 0.0,
+        scale=options.scale,
+        soft_cap=options.soft_cap or 0.0,
         is_dependent=launches_dependently(call.q.device),
-        is_prefix_settled=call.is_prefix_settled,
-        rows=_rows(call.max_query_len * group, call.q.shape[2]),
+        is_prefix_settled=metadata.is_prefix_settled,
+        rows=_rows(metadata.max_query_len * group, call.q.shape[2]),
     )
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.attention.decode_attention import MAX_QUERY_LEN
+from slipstream_kernels.attention.arguments import MAX_QUERY_LEN
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import count_sms, hopper_refusal
@@ -88,10 +88,10 @@ def refusal(call: LatentCall) -> str | None:
         return f"block_size {block_size} is not a power of two >= {KEYS}"
     if max(num_blocks * block_size, call.q.shape[0] * call.q.shape[1]) >= 1 << 31:
         return "the cache or q has 2^31 rows or more"
-    if call.max_query_len > MAX_QUERY_LEN:
-        return f"max_query_len {call.max_query_len} is more than {MAX_QUERY_LEN}"
-    if call.seq_lens.shape[0] > MAX_REQUESTS:
-        return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
+    if call.metadata.max_query_len > MAX_QUERY_LEN:
+        return f"max_query_len {call.metadata.max_query_len} is more than {MAX_QUERY_LEN}"
+    if call.metadata.num_requests > MAX_REQUESTS:
+        return f"{call.metadata.num_requests} requests are more than {MAX_REQUESTS}"
     if call.q.data_ptr() % 16 or call.rows.data_ptr() % 16:
         return "q or the cache does not begin at a multiple of 16 bytes"
     return build_refusal(SOURCE, defines_of(call, rows_of(call)))
@@ -105,7 +105,7 @@ def rows_of(call: LatentCall) -> int:
 
 def mean_rows(call: LatentCall) -> int:
     """The mean number of rows of the call's requests, rounded up."""
-    return -(-call.q.shape[0] * call.q.shape[1] // call.seq_lens.shape[0])
+    return -(-call.q.shape[0] * call.q.shape[1] // call.metadata.num_requests)
 
 
 def defines_of(call: LatentCall, rows: int) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def variants() -> list[tuple[str, ...]]:
 
 def latent_attention(call: LatentCall) -> None:
     """See ops.latent_attention; writes call.out.  One launch, two for few requests."""
-    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+    if call.q.shape[0] == 0 or call.metadata.num_requests == 0:
         return
     schedule = choose_schedule(call, count_sms(call.q.device))
     run(call, schedule)
@@ -140,7 +140,7 @@ def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:
     """One CTA to an SM; as many to a share as a request of the mean number of rows needs."""
     rows = rows_of(call)
     num_lanes = min(-(-mean_rows(call) // rows), MAX_LANES, num_sms)
-    if call.seq_lens.shape[0] < MANY_REQUESTS:
+    if call.metadata.num_requests < MANY_REQUESTS:
         return Schedule(num_sms // num_lanes, num_lanes, rows=rows)
     return Schedule(num_sms // num_lanes, num_lanes, unit_cost=2, min_share=6, rows=rows, is_joined=True)
 
@@ -170,22 +170,22 @@ def workspace(device: torch.device, num_ctas: int) -> Workspace:
 
 def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[LatentParams, torch.Tensor | None]:
     """The kernels' arguments, and the second one's tensor of this call alone, which must be kept until the launch."""
-    num_tokens, num_heads, _ = call.q.shape
+    metadata, (num_tokens, num_heads, _) = call.metadata, call.q.shape
     plan = None
     if not schedule.is_joined:
         plan = torch.empty(num_tokens * num_heads * 2, dtype=torch.int32, device=call.q.device)
     tensors = {
-        "q": call.q, "latent_cache": call.rows, "out": call.out, "block_tables": call.block_tables,
-        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "tree_mask": call.tree_mask,
+        "q": call.q, "latent_cache": call.rows, "out": call.out, "block_tables": metadata.block_tables,
+        "query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens, "tree_mask": metadata.tree_mask,
         "partial_out": space.partial_out, "partial_state": space.partial_state, "plan": plan,
         "arrivals": space.arrivals if schedule.is_joined else None,
     }  # fmt: skip
     params = LatentParams(
         **addresses(tensors),
-        table_stride=call.block_tables.stride(0),
+        table_stride=metadata.block_tables.stride(0),
         num_blocks=call.rows.shape[0],
         num_tokens=num_tokens,
-        num_requests=call.seq_lens.shape[0],
+        num_requests=metadata.num_requests,
         num_heads=num_heads,
         block_size_log2=call.rows.shape[2].bit_length() - 1,
         num_shares=schedule.num_shares,
@@ -193,7 +193,7 @@ def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[L
         unit_cost=schedule.unit_cost,
         min_share=schedule.min_share,
         is_dependent=launches_dependently(call.q.device),
-        is_prefix_settled=call.is_prefix_settled,
+        is_prefix_settled=metadata.is_prefix_settled,
         scale=call.scale,
     )
     return params, plan

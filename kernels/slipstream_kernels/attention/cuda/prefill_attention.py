@@ -66,7 +66,7 @@ def refusal(call: AttentionCall) -> str | None:
         return f"q is {q.dtype}, not bfloat16 or float16"
     if q.shape[2] not in HEAD_DIMS:
         return f"head_dim {q.shape[2]} is not one of {HEAD_DIMS}"
-    block_size = call.key_cache.shape[2]
+    block_size = call.cache.block_size
     if block_size < 16 or block_size & (block_size - 1):
         return f"block_size {block_size} is not a power of two >= 16"
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
@@ -79,13 +79,12 @@ def refusal(call: AttentionCall) -> str | None:
 
 def _copied(call: AttentionCall) -> list[torch.Tensor]:
     """What the copy engine reads besides q."""
-    scales = (call.key_scale, call.value_scale) if call.key_cache.dtype in TOKEN_SCALED_DTYPES else ()
-    return [call.key_cache, call.value_cache, *(scale for scale in scales if scale is not None)]
+    return list(call.cache.block_tensors)
 
 
 def paged_attention(call: AttentionCall) -> None:
     """See ops.paged_attention; writes call.out.  One launch, or two where the cache's blocks are staged first."""
-    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+    if call.q.shape[0] == 0 or call.metadata.num_requests == 0:
         return
     kv = source_of_keys_and_values(call)
     library = load(SOURCE, defines(call))
@@ -100,14 +99,14 @@ def paged_attention(call: AttentionCall) -> None:
 
 def _in_fp8(call: AttentionCall) -> tuple[AttentionCall, prefill_stage.Staged]:
     """The call over copies of its blocks: values as they are staged, keys of a 16-bit cache as one of e4m3 in order."""
-    tensors = call.key_cache, call.value_cache, call.block_tables, call.seq_lens, call.key_mean
-    keys, values = stage_fp8(*tensors, max_seq_len=call.max_seq_len)
-    num_requests = call.seq_lens.shape[0]
+    keys, values = stage_fp8(call.cache, call.metadata, call.options.key_mean)
+    num_requests = call.metadata.num_requests
     staged = prefill_stage.Staged(None, values, values.shape[0] // num_requests)
     if keys is None:
         return call, staged
     tables = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device).view(num_requests, -1)
-    return replace(call, key_cache=keys, block_tables=tables), staged
+    metadata = replace(call.metadata, block_tables=tables)
+    return replace(call, cache=replace(call.cache, key=keys), metadata=metadata), staged
 
 
 _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
@@ -115,20 +114,20 @@ _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_valu
 
 def source_of_keys_and_values(call: AttentionCall) -> int:
     """PrefillKv of a call."""
-    fits_rows = call.q.shape[2] == FP8_QUERY_HEAD_DIM
-    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and fits_rows
-    is_plain = call.soft_cap is None and call.alibi_slopes is None
-    is_all = call.key_mean is not None or (may_round and call.fp8_probs)
+    options, fits_rows = call.options, call.q.shape[2] == FP8_QUERY_HEAD_DIM
+    may_round = options.fp8_queries and call.cache.dtype == FP8_DTYPE and fits_rows
+    is_plain = options.soft_cap is None and options.alibi_slopes is None
+    is_all = options.key_mean is not None or (may_round and options.fp8_probs)
     if is_all and is_plain and fits_rows and prefill_stage.pays_in_fp8(call):
         return ALL_FP8
     if may_round and prefill_stage.pays(call, with_keys=False):
         return FP8_KEYS
-    return STAGED if prefill_stage.pays(call, with_keys=True) else KV_TYPES[call.key_cache.dtype]
+    return STAGED if prefill_stage.pays(call, with_keys=True) else KV_TYPES[call.cache.dtype]
 
 
 def defines(call: AttentionCall) -> tuple[str, ...]:
     """The macros that choose the variant of the kernel for a call."""
-    has_soft_cap, has_alibi = call.soft_cap is not None, call.alibi_slopes is not None
+    has_soft_cap, has_alibi = call.options.soft_cap is not None, call.options.alibi_slopes is not None
     return variant(call.q.dtype, source_of_keys_and_values(call), call.q.shape[2], has_soft_cap, has_alibi)
 
 
@@ -163,7 +162,7 @@ def work_counters(device: torch.device) -> torch.Tensor:
 
 def _parts(call: AttentionCall) -> torch.Tensor | None:
     """Room for what the CTAs that share keys leave for each other: 68 numbers of a thread at head_dim 128."""
-    if call.max_seq_len < MIN_SPLIT_LEN:
+    if call.metadata.max_seq_len < MIN_SPLIT_LEN:
         return None
     num_bytes = parts_bytes(count_sms(call.q.device), call.q.shape[2])
     return torch.empty(num_bytes // 4, dtype=torch.float32, device=call.q.device)
@@ -175,37 +174,38 @@ def parts_bytes(num_sms: int, head_dim: int) -> int:
 
 
 def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> PrefillParams:
-    num_q_heads = call.q.shape[1]
-    num_blocks, num_kv_heads, block_size, _ = call.key_cache.shape
+    cache, metadata, options, num_q_heads = call.cache, call.metadata, call.options, call.q.shape[1]
+    num_blocks, num_kv_heads, block_size, _ = cache.key.shape
     group = num_q_heads // num_kv_heads
     pack_log2 = min((group & -group).bit_length() - 1, 6)
-    key_cache, value_cache, key_scale, value_scale = call.key_cache, call.value_cache, call.key_scale, call.value_scale
+    key_cache, value_cache, key_scale, value_scale = cache.key, cache.value, cache.key_scale, cache.value_scale
     if staged is not None:
         key_cache, value_cache = key_cache if staged.keys is None else staged.keys, staged.values
-        if call.key_cache.dtype in TOKEN_SCALED_DTYPES:
+        if cache.dtype in TOKEN_SCALED_DTYPES:
             key_scale = value_scale = None  # in what is staged
     tensors = {
         "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
-        "value_scale": value_scale, "out": call.out, "block_tables": call.block_tables,
-        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
-        "sinks": call.sinks, "counters": work_counters(call.q.device), "parts": _parts(call),
+        "value_scale": value_scale, "out": call.out, "block_tables": metadata.block_tables,
+        "query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens,
+        "alibi_slopes": options.alibi_slopes, "sinks": options.sinks, "counters": work_counters(call.q.device),
+        "parts": _parts(call),
     }  # fmt: skip
     return PrefillParams(
         **addresses(tensors),
         q_token_stride=call.q.stride(0),
         q_head_stride=call.q.stride(1),
-        table_stride=call.block_tables.stride(0),
+        table_stride=metadata.block_tables.stride(0),
         num_blocks=num_blocks,
         num_tokens=call.q.shape[0],
-        num_requests=call.seq_lens.shape[0],
+        num_requests=metadata.num_requests,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         block_size_log2=block_size.bit_length() - 1,
         heads_per_section=_heads_per_section(call, key_cache, value_cache) * (group >> pack_log2),
-        sliding_window=call.sliding_window or 0,
+        sliding_window=options.sliding_window or 0,
         num_sms=count_sms(call.q.device),
-        scale=call.scale,
-        soft_cap=call.soft_cap or 0.0,
+        scale=options.scale,
+        soft_cap=options.soft_cap or 0.0,
         staged_blocks=0 if staged is None else staged.num_blocks,
         pack_log2=pack_log2,
     )
@@ -213,6 +213,6 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
 
 def _heads_per_section(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> int:
     """How many kv heads of the longest sequence the L2 cache holds, as keys and values of these types."""
-    num_kv_heads, head_dim = call.key_cache.shape[1], call.q.shape[2]
-    bytes_of_head = call.max_seq_len * head_dim * (keys.element_size() + values.element_size())
+    num_kv_heads, head_dim = call.cache.num_kv_heads, call.q.shape[2]
+    bytes_of_head = call.metadata.max_seq_len * head_dim * (keys.element_size() + values.element_size())
     return max(1, min(num_kv_heads, SECTION_BYTES // bytes_of_head))

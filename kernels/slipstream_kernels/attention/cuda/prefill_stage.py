@@ -50,21 +50,21 @@ def variants() -> list[tuple[str, ...]]:
 
 def pays(call: AttentionCall, with_keys: bool) -> bool:
     """Whether the call's queries are so many that its blocks should be staged."""
-    if call.key_cache.dtype not in KV_TYPES or call.q.shape[0] < MIN_QUERY_LEN * call.seq_lens.shape[0]:
+    if call.cache.dtype not in KV_TYPES or call.q.shape[0] < MIN_QUERY_LEN * call.metadata.num_requests:
         return False
     return _fits(call, 2 if with_keys else 1)
 
 
 def pays_in_fp8(call: AttentionCall) -> bool:
     """Whether values should be staged as e4m3, and keys of a 16-bit cache, too."""
-    is_long = call.q.shape[0] >= MIN_QUERY_LEN * call.seq_lens.shape[0]
-    is_worth_it = is_long and call.max_seq_len >= MIN_FP8_SEQ_LEN
-    return is_worth_it and _fits(call, 0.5 if call.key_cache.dtype == FP8_DTYPE else 1)
+    is_long = call.q.shape[0] >= MIN_QUERY_LEN * call.metadata.num_requests
+    is_worth_it = is_long and call.metadata.max_seq_len >= MIN_FP8_SEQ_LEN
+    return is_worth_it and _fits(call, 0.5 if call.cache.dtype == FP8_DTYPE else 1)
 
 
 def _fits(call: AttentionCall, num_copies: float) -> bool:
     """num_copies: of a cache of fp16."""
-    rows = call.seq_lens.shape[0] * call.max_seq_len * call.key_cache.shape[1]
+    rows = call.metadata.num_requests * call.metadata.max_seq_len * call.cache.num_kv_heads
     return num_copies * rows <= MAX_RATIO * call.q.shape[0] * call.q.shape[1]
 
 
@@ -81,27 +81,29 @@ def stage_values(call: AttentionCall) -> Staged:
 
 
 def _shape(call: AttentionCall) -> tuple[int, ...]:
-    num_blocks = -(-call.max_seq_len // STAGED_ROWS)
-    return (call.seq_lens.shape[0], num_blocks, call.key_cache.shape[1], STAGED_ROWS, call.q.shape[2])
+    num_blocks = -(-call.metadata.max_seq_len // STAGED_ROWS)
+    return (call.metadata.num_requests, num_blocks, call.cache.num_kv_heads, STAGED_ROWS, call.q.shape[2])
 
 
 def _launch(call: AttentionCall, staged: Staged) -> Staged:
-    num_kv_heads, block_size = call.key_cache.shape[1:3]
-    has_scales = call.key_cache.dtype in TOKEN_SCALED_DTYPES
+    cache, metadata = call.cache, call.metadata
+    num_kv_heads, block_size = cache.key.shape[1:3]
+    has_scales = cache.dtype in TOKEN_SCALED_DTYPES
     tensors = {
-        "key_cache": call.key_cache, "value_cache": call.value_cache,
-        "key_scale": call.key_scale if has_scales else None, "value_scale": call.value_scale if has_scales else None,
-        "keys": staged.keys, "values": staged.values, "block_tables": call.block_tables, "seq_lens": call.seq_lens,
+        "key_cache": cache.key, "value_cache": cache.value,
+        "key_scale": cache.key_scale if has_scales else None, "value_scale": cache.value_scale if has_scales else None,
+        "keys": staged.keys, "values": staged.values, "block_tables": metadata.block_tables,
+        "seq_lens": metadata.seq_lens,
     }  # fmt: skip
     params = PrefillStageParams(
         **addresses(tensors),
-        table_stride=call.block_tables.stride(0),
-        num_requests=call.seq_lens.shape[0],
+        table_stride=metadata.block_tables.stride(0),
+        num_requests=metadata.num_requests,
         staged_blocks=staged.num_blocks,
         num_kv_heads=num_kv_heads,
         head_dim=call.q.shape[2],
         block_size_log2=block_size.bit_length() - 1,
-        kv_type=KV_TYPES[call.key_cache.dtype],
+        kv_type=KV_TYPES[cache.dtype],
     )
     library = load(SOURCE, ())
     launch("prefill_stage", library, params, call.q.device)

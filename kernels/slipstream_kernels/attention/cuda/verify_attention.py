@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.attention.decode_call import DecodeCall
+from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
@@ -45,24 +45,25 @@ class VerifyParams(ctypes.Structure):
     _fields_ = [*fields(POINTERS, STRIDES, COUNTS), ("scale", ctypes.c_float)]
 
 
-def takes(call: DecodeCall) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Whether a call that decode_attention.py could take is faster here: most requests have many rows.
 
     Measured: docs/measurements, 2026-11-21."""
-    num_requests, rows = call.seq_lens.shape[0], call.max_query_len * (call.q.shape[1] // call.key_cache.shape[1])
-    if call.max_query_len == 1 or rows <= MAX_ROWS_OF_FEW or 2 * call.q.shape[0] < num_requests * call.max_query_len:
+    longest, options = call.metadata.max_query_len, call.options
+    rows = longest * (call.q.shape[1] // call.cache.num_kv_heads)
+    if longest == 1 or rows <= MAX_ROWS_OF_FEW or 2 * call.q.shape[0] < call.metadata.num_requests * longest:
         return False
-    if call.q.dtype not in TYPES or call.key_cache.dtype not in (call.q.dtype, FP8_DTYPE):
+    if call.q.dtype not in TYPES or call.cache.dtype not in (call.q.dtype, FP8_DTYPE):
         return False
-    if call.q.shape[2] != HEAD_DIM or call.sliding_window or call.soft_cap:
+    if call.q.shape[2] != HEAD_DIM or options.sliding_window or options.soft_cap:
         return False
-    if call.alibi_slopes is not None or call.sinks is not None:
+    if options.alibi_slopes is not None or options.sinks is not None:
         return False
     if call.q.data_ptr() % 16 or call.q.stride(0) % 8 or call.q.stride(1) % 8:
         return False
-    if build_refusal(SOURCE, defines(call.q.dtype, call.key_cache.dtype)) is not None:
+    if build_refusal(SOURCE, defines(call.q.dtype, call.cache.dtype)) is not None:
         return False
-    return rows > ROWS_OF_A_PASS or _splits(call) >= LEAST_SPLITS[call.key_cache.dtype]
+    return rows > ROWS_OF_A_PASS or _splits(call) >= LEAST_SPLITS[call.cache.dtype]
 
 
 def defines(query: torch.dtype, cache: torch.dtype) -> tuple[str, ...]:
@@ -75,21 +76,21 @@ def variants() -> list[tuple[str, ...]]:
     return [defines(query, cache) for query in TYPES for cache in (query, FP8_DTYPE)]
 
 
-def verify_attention(call: DecodeCall) -> None:
+def verify_attention(call: AttentionCall) -> None:
     """See ops.decode_attention; writes call.out.  One launch."""
-    library = load(SOURCE, defines(call.q.dtype, call.key_cache.dtype))
+    library = load(SOURCE, defines(call.q.dtype, call.cache.dtype))
     launch("verify_attention", library, _params(call), call.q.device)
 
 
-def _row_tiles(call: DecodeCall) -> int:
-    group = call.q.shape[1] // call.key_cache.shape[1]
-    return -(-call.max_query_len * group // TILE_ROWS)
+def _row_tiles(call: AttentionCall) -> int:
+    group = call.q.shape[1] // call.cache.num_kv_heads
+    return -(-call.metadata.max_query_len * group // TILE_ROWS)
 
 
-def _splits(call: DecodeCall) -> int:
+def _splits(call: AttentionCall) -> int:
     """CTAs to share the keys of each tile: as many as fit at once; 0 if no two do."""
-    units = call.seq_lens.shape[0] * call.key_cache.shape[1] * _row_tiles(call)
-    clusters = count_clusters(call.q.device, call.q.dtype, call.key_cache.dtype)
+    units = call.metadata.num_requests * call.cache.num_kv_heads * _row_tiles(call)
+    clusters = count_clusters(call.q.device, call.q.dtype, call.cache.dtype)
     return max((size for size, count in clusters.items() if count >= units), default=0)
 
 
@@ -101,25 +102,26 @@ def count_clusters(device: torch.device, query: torch.dtype, cache: torch.dtype)
         return {size: int(library.slipstream_count_clusters(size)) for size in SPLITS}
 
 
-def _params(call: DecodeCall) -> VerifyParams:
-    num_kv_heads, block_size = call.key_cache.shape[1:3]
+def _params(call: AttentionCall) -> VerifyParams:
+    cache, metadata = call.cache, call.metadata
+    num_kv_heads, block_size = cache.key.shape[1:3]
     tensors = {
-        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "out": call.out,
-        "key_scale": call.key_scale, "value_scale": call.value_scale, "block_tables": call.block_tables,
-        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "tree_mask": call.tree_mask,
+        "q": call.q, "key_cache": cache.key, "value_cache": cache.value, "out": call.out,
+        "key_scale": cache.key_scale, "value_scale": cache.value_scale, "block_tables": metadata.block_tables,
+        "query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens, "tree_mask": metadata.tree_mask,
     }  # fmt: skip
     return VerifyParams(
         **addresses(tensors),
         q_token_stride=call.q.stride(0),
         q_head_stride=call.q.stride(1),
-        table_stride=call.block_tables.stride(0),
-        num_requests=call.seq_lens.shape[0],
+        table_stride=metadata.block_tables.stride(0),
+        num_requests=metadata.num_requests,
         num_kv_heads=num_kv_heads,
         group=call.q.shape[1] // num_kv_heads,
         block_size_log2=block_size.bit_length() - 1,
         row_tiles=_row_tiles(call),
         splits=max(_splits(call), SPLITS[0]),
         is_dependent=launches_dependently(call.q.device),
-        is_prefix_settled=call.is_prefix_settled,
-        scale=call.scale,
+        is_prefix_settled=metadata.is_prefix_settled,
+        scale=call.options.scale,
     )

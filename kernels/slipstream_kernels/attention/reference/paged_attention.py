@@ -41,7 +41,8 @@ class ShortPiece:
 
 def paged_attention(call: AttentionCall) -> None:
     """See ops.paged_attention; writes call.out."""
-    starts, seq_lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
+    starts, seq_lens = call.metadata.query_start_loc.tolist(), call.metadata.seq_lens.tolist()
+    block_size = call.cache.block_size
     groups: dict[tuple[int, int], list[int]] = {}
     for request, seq_len in enumerate(seq_lens):
         query_len = starts[request + 1] - starts[request]
@@ -50,11 +51,11 @@ def paged_attention(call: AttentionCall) -> None:
         if seq_len == 0:
             call.out[starts[request] : starts[request + 1]] = 0
         elif query_len <= SHORT_QUERY_LEN:
-            num_keys = seq_len - _first_block(call, query_len, seq_len) * call.key_cache.shape[2]
-            groups.setdefault((query_len, bucket_blocks(call.key_cache.shape[2], num_keys)), []).append(request)
+            num_keys = seq_len - _first_block(call, query_len, seq_len) * block_size
+            groups.setdefault((query_len, bucket_blocks(block_size, num_keys)), []).append(request)
         else:
             _attend_long(call, request, starts[request], starts[request + 1], seq_len)
-    row_size = call.key_cache[0].numel() * call.key_cache.element_size()
+    row_size = call.cache.key[0].nbytes
     rows_at_once = {key: max(1, GATHER_BYTES // (key[1] * row_size)) for key in groups}
     size = max((min(rows_at_once[key], len(groups[key])) * key[1] * row_size for key in groups), default=0)
     workspace = torch.empty(size, dtype=torch.uint8, device=call.q.device)
@@ -69,9 +70,8 @@ def paged_attention(call: AttentionCall) -> None:
 
 def _first_block(call: AttentionCall, query_len: int, seq_len: int) -> int:
     """The first block that a request's queries see any key of."""
-    if call.sliding_window is None:
-        return 0
-    return max(0, seq_len - query_len - call.sliding_window + 1) // call.key_cache.shape[2]
+    window = call.options.sliding_window
+    return 0 if window is None else max(0, seq_len - query_len - window + 1) // call.cache.block_size
 
 
 def bucket_blocks(block_size: int, seq_len: int) -> int:
@@ -124,13 +124,14 @@ def _blocks_of(call: AttentionCall, piece: ShortPiece) -> torch.Tensor:
     where a table is shorter or padded, any valid block stands in.
     """
     requests, num_blocks = torch.tensor(piece.requests, device=call.q.device), piece.num_blocks
+    tables = call.metadata.block_tables
     if not any(piece.first_blocks):
-        table = call.block_tables[requests, :num_blocks].long().clamp_(min=0)
+        table = tables[requests, :num_blocks].long().clamp_(min=0)
         return F.pad(table, (0, num_blocks - table.shape[1])) if table.shape[1] < num_blocks else table
     first = torch.tensor(piece.first_blocks, device=call.q.device)
     columns = first[:, None] + torch.arange(num_blocks, device=call.q.device)
-    is_there = columns < call.block_tables.shape[1]
-    table = call.block_tables[requests[:, None], columns.clamp(max=call.block_tables.shape[1] - 1)].long()
+    is_there = columns < tables.shape[1]
+    table = tables[requests[:, None], columns.clamp(max=tables.shape[1] - 1)].long()
     return torch.where(is_there, table, 0).clamp_(min=0)
 
 
@@ -152,8 +153,8 @@ def _attend_short(call: AttentionCall, piece: ShortPiece, starts: list[int], seq
     """Attend one piece; the GQA rows of a kv head share one matmul, so K and V are not repeated."""
     query_len, device = piece.query_len, call.q.device
     num_heads, head_dim = call.q.shape[1:]
-    num_kv_heads, n = call.key_cache.shape[1], len(piece.requests)
-    block_size = call.key_cache.shape[2]
+    num_kv_heads, n = call.cache.num_kv_heads, len(piece.requests)
+    block_size = call.cache.block_size
     lens = torch.tensor(
         [seq_lens[r] - first * block_size for r, first in zip(piece.requests, piece.first_blocks)], device=device
     )
@@ -177,17 +178,17 @@ def _attend_padded(
     n, num_kv_heads, query_len, group, head_dim = q.shape
     dtype = matmul_dtype(q)
     blocks = _blocks_of(call, piece)
-    keys = torch.arange(blocks.shape[1] * call.key_cache.shape[2], device=q.device)
+    keys = torch.arange(blocks.shape[1] * call.cache.block_size, device=q.device)
     unused = None if is_clean else (keys >= lens.repeat_interleave(num_kv_heads)[:, None])[:, :, None]
 
-    k = _gather(call.key_cache, call.key_scale, blocks, dtype, piece.workspace)
+    k = _gather(call.cache.key, call.cache.key_scale, blocks, dtype, piece.workspace)
     if unused is not None:
         k = k.masked_fill(unused, 0)
     rows = q.reshape(n * num_kv_heads, query_len * group, head_dim).to(dtype)
     scores = torch.bmm(rows, k.transpose(1, 2)).float().view(n, num_kv_heads, query_len, group, -1)
     query_positions = lens[:, None] - query_len + torch.arange(query_len, device=q.device)
     probs = _softmax(call, scores, query_positions[:, None, :, None, None])
-    v = _gather(call.value_cache, call.value_scale, blocks, dtype, piece.workspace)
+    v = _gather(call.cache.value, call.cache.value_scale, blocks, dtype, piece.workspace)
     if unused is not None:
         v = v.masked_fill(unused, 0)
     return torch.bmm(probs.to(dtype).view(n * num_kv_heads, query_len * group, -1), v).view(q.shape)
@@ -195,21 +196,21 @@ def _attend_padded(
 
 def _softmax(call: AttentionCall, scores: torch.Tensor, query_positions: torch.Tensor) -> torch.Tensor:
     """Scale, cap, bias, mask and normalise scores [n, num_kv_heads, query_len, group, num_keys] fp32 (overwritten)."""
-    keys = torch.arange(scores.shape[-1], device=scores.device)
-    scores.mul_(call.scale)
-    if call.soft_cap is not None:
-        scores.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
-    if call.alibi_slopes is not None:
-        scores += call.alibi_slopes.view(scores.shape[1], 1, -1, 1) * (keys - query_positions)
+    options, keys = call.options, torch.arange(scores.shape[-1], device=scores.device)
+    scores.mul_(options.scale)
+    if options.soft_cap is not None:
+        scores.div_(options.soft_cap).tanh_().mul_(options.soft_cap)
+    if options.alibi_slopes is not None:
+        scores += options.alibi_slopes.view(scores.shape[1], 1, -1, 1) * (keys - query_positions)
     masked = keys > query_positions
-    if call.sliding_window is not None:
-        masked |= query_positions - keys >= call.sliding_window
+    if options.sliding_window is not None:
+        masked |= query_positions - keys >= options.sliding_window
     # Adding -inf to a broadcast mask is five times faster than masked_fill_ on the scores.
     bias = torch.zeros(masked.shape, device=scores.device).masked_fill_(masked, float("-inf"))
     scores.add_(bias)
-    if call.sinks is None:
+    if options.sinks is None:
         return torch.softmax(scores, dim=-1)
-    kept = torch.sigmoid(scores.logsumexp(dim=-1) - call.sinks.view(scores.shape[1], 1, -1))
+    kept = torch.sigmoid(scores.logsumexp(dim=-1) - options.sinks.view(scores.shape[1], 1, -1))
     return torch.softmax(scores, dim=-1).mul_(kept[..., None])
 
 
@@ -218,24 +219,24 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
     K and V are not repeated.
     """
     num_heads, head_dim = call.q.shape[1:]
-    num_kv_heads, block_size = call.key_cache.shape[1:3]
-    query_len, group = stop - start, num_heads // num_kv_heads
+    num_kv_heads, block_size = call.cache.key.shape[1:3]
+    query_len, group, options = stop - start, num_heads // num_kv_heads, call.options
     dtype = torch.float32 if call.q.dtype == torch.float16 and not call.q.is_cuda else call.q.dtype
     first_block = _first_block(call, query_len, seq_len)
-    blocks = call.block_tables[request : request + 1, first_block : -(-seq_len // block_size)].long()
+    blocks = call.metadata.block_tables[request : request + 1, first_block : -(-seq_len // block_size)].long()
     seq_len -= first_block * block_size  # positions are counted from that block on: only distances matter
-    k = _gather(call.key_cache, call.key_scale, blocks, dtype)[:, None, :seq_len]
-    v = _gather(call.value_cache, call.value_scale, blocks, dtype)[:, None, :seq_len]
+    k = _gather(call.cache.key, call.cache.key_scale, blocks, dtype)[:, None, :seq_len]
+    v = _gather(call.cache.value, call.cache.value_scale, blocks, dtype)[:, None, :seq_len]
     q = call.q[start:stop].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)
-    if call.key_mean is not None:
-        out = _attend_in_fp8(call, q, k.float() - call.key_mean[:, None, None], v)
-    elif call.soft_cap is not None or call.alibi_slopes is not None or call.sinks is not None:
+    if options.key_mean is not None:
+        out = _attend_in_fp8(call, q, k.float() - options.key_mean[:, None, None], v)
+    elif options.soft_cap is not None or options.alibi_slopes is not None or options.sinks is not None:
         out = _attend_unfused(call, q, k, v)
     else:
         shape = (num_kv_heads, group, seq_len, head_dim)
-        mask = None if query_len == seq_len and call.sliding_window is None else _visible(call, query_len, seq_len)
+        mask = None if query_len == seq_len and options.sliding_window is None else _visible(call, query_len, seq_len)
         out = F.scaled_dot_product_attention(
-            q, k.expand(shape), v.expand(shape), attn_mask=mask, is_causal=mask is None, scale=call.scale
+            q, k.expand(shape), v.expand(shape), attn_mask=mask, is_causal=mask is None, scale=options.scale
         )
     call.out[start:stop] = out.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim).to(call.out.dtype)
 
@@ -243,7 +244,7 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
 def _attend_in_fp8(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q: [num_kv_heads, group, query_len, head_dim]; k: less its mean; 64 query rows at a time."""
     query_len, seq_len = q.shape[2], k.shape[2]
-    keys, values = to_e4m3(k).float().transpose(-1, -2) * call.scale, to_e4m3(v).float()
+    keys, values = to_e4m3(k).float().transpose(-1, -2) * call.options.scale, to_e4m3(v).float()
     hidden = ~_visible(call, query_len, seq_len)
     pieces = []
     for first in range(0, query_len, 64):
@@ -258,7 +259,8 @@ def _visible(call: AttentionCall, query_len: int, seq_len: int) -> torch.Tensor:
     keys = torch.arange(seq_len, device=call.q.device)
     queries = keys[seq_len - query_len :, None]
     visible = keys <= queries
-    return visible if call.sliding_window is None else visible & (queries - keys < call.sliding_window)
+    window = call.options.sliding_window
+    return visible if window is None else visible & (queries - keys < window)
 
 
 def _attend_unfused(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata
 from slipstream_kernels.attention.stage_fp8 import STAGED_ROWS, staged_order
 from slipstream_kernels.fp8 import E4M3_MAX
-from slipstream_kernels.kv_cache import FP8_DTYPE
+from slipstream_kernels.kv_cache import FP8_DTYPE, KvCache
 
 # What probabilities are multiplied by before they are rounded: those of 2^-17 of a row's largest do not vanish.
 PROBS_SCALE = 256.0
 
 
 def stage_fp8(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cache: KvCache,
+    metadata: AttentionMetadata,
     key_mean: torch.Tensor | None,
     keys: torch.Tensor | None,
     values: torch.Tensor,
 ) -> None:
     """See ops.stage_fp8."""
-    block_size, num_requests = key_cache.shape[2], seq_lens.shape[0]
-    blocks_of_request = values.shape[0] // max(1, num_requests)
+    block_size, device = cache.block_size, cache.key.device
+    blocks_of_request = values.shape[0] // max(1, metadata.num_requests)
     order = staged_order(values.device)
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        positions = torch.arange(seq_len, device=key_cache.device)
-        blocks = block_tables[request, positions // block_size].long()
+    for request, seq_len in enumerate(metadata.seq_lens.tolist()):
+        positions = torch.arange(seq_len, device=device)
+        blocks = metadata.block_tables[request, positions // block_size].long()
         own = slice(request * blocks_of_request, request * blocks_of_request + -(-seq_len // STAGED_ROWS))
-        held = value_cache.view(torch.uint8) if value_cache.dtype == FP8_DTYPE else value_cache
+        held = cache.value.view(torch.uint8) if cache.dtype == FP8_DTYPE else cache.value
         rows = held[blocks, :, positions % block_size]
-        rows = rows.view(FP8_DTYPE) if value_cache.dtype == FP8_DTYPE else to_e4m3(rows)
+        rows = rows.view(FP8_DTYPE) if cache.dtype == FP8_DTYPE else to_e4m3(rows)
         values[own] = _in_blocks(rows)[:, order].permute(0, 2, 3, 1).view(FP8_DTYPE)
         if keys is not None and key_mean is not None:
-            cached = key_cache[blocks, :, positions % block_size].float()
+            cached = cache.key[blocks, :, positions % block_size].float()
             keys[own] = _in_blocks(to_e4m3(cached - key_mean)).transpose(1, 2).view(FP8_DTYPE)
 
 

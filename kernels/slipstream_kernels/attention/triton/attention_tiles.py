@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention.attention_call import AttentionCall
-from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.kv.triton.kv_formats import kv_format
 
 
@@ -61,38 +60,39 @@ def start_softmax(sinks_ptr, heads, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constex
     return maximum, normaliser
 
 
-def caches(call: AttentionCall | DecodeCall) -> tuple[torch.Tensor, ...]:
+def caches(call: AttentionCall) -> tuple[torch.Tensor, ...]:
     """Keys, values and their scales; anything where unused."""
-    key_scale = call.key_cache if call.key_scale is None else call.key_scale
-    value_scale = call.value_cache if call.value_scale is None else call.value_scale
-    return call.key_cache, call.value_cache, key_scale, value_scale
+    cache = call.cache
+    key_scale = cache.key if cache.key_scale is None else cache.key_scale
+    value_scale = cache.value if cache.value_scale is None else cache.value_scale
+    return cache.key, cache.value, key_scale, value_scale
 
 
-def options(
-    call: AttentionCall | DecodeCall,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, float, int, float]:
+def options(call: AttentionCall) -> tuple[torch.Tensor | None, torch.Tensor | None, float, int, float]:
     """slopes, sinks, scale, window and soft_cap; anything where unused."""
-    return call.alibi_slopes, call.sinks, call.scale, call.sliding_window or 0, call.soft_cap or 1.0
+    own = call.options
+    return own.alibi_slopes, own.sinks, own.scale, own.sliding_window or 0, own.soft_cap or 1.0
 
 
-def flags(call: AttentionCall | DecodeCall) -> dict[str, bool]:
+def flags(call: AttentionCall) -> dict[str, bool]:
     """Which of those options are used."""
+    own = call.options
     return {
-        "HAS_WINDOW": call.sliding_window is not None,
-        "HAS_ALIBI": call.alibi_slopes is not None,
-        "HAS_SOFT_CAP": call.soft_cap is not None,
-        "HAS_SINKS": call.sinks is not None,
+        "HAS_WINDOW": own.sliding_window is not None,
+        "HAS_ALIBI": own.alibi_slopes is not None,
+        "HAS_SOFT_CAP": own.soft_cap is not None,
+        "HAS_SINKS": own.sinks is not None,
     }
 
 
-def strides(call: AttentionCall | DecodeCall) -> tuple[int, int, int]:
+def strides(call: AttentionCall) -> tuple[int, int, int]:
     """Strides of q's tokens and heads, and of the block tables' requests."""
-    return call.q.stride(0), call.q.stride(1), call.block_tables.stride(0)
+    return call.q.stride(0), call.q.stride(1), call.metadata.block_tables.stride(0)
 
 
 def shapes(call: AttentionCall, block_m: int, block_n: int) -> dict[str, int | bool]:
     """Constants of both kernels; block_n is cut to the cache's block size, which it then divides."""
-    head_dim, (num_kv_heads, block_size) = call.q.shape[2], call.key_cache.shape[1:3]
+    head_dim, (num_kv_heads, block_size) = call.q.shape[2], call.cache.key.shape[1:3]
     return {
         "GROUP": call.q.shape[1] // num_kv_heads,
         "NUM_KV_HEADS": num_kv_heads,
@@ -101,7 +101,7 @@ def shapes(call: AttentionCall, block_m: int, block_n: int) -> dict[str, int | b
         "BLOCK_M": block_m,
         "BLOCK_N": min(block_size, block_n),
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "FORMAT": kv_format(call.key_cache.dtype),
-        "HAS_SCALE": call.key_scale is not None,
+        "FORMAT": kv_format(call.cache.dtype),
+        "HAS_SCALE": call.cache.key_scale is not None,
         **flags(call),
     }

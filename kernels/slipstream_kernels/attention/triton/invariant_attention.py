@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.attention.decode_call import DecodeCall
+from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.triton.attention_tiles import (
     caches,
     find_request,
@@ -280,31 +280,33 @@ def is_split(
     return num_parts > 1 and num_programs < 2 * num_sms and 4 * num_sums * num_parts <= most_bytes
 
 
-def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
+def invariant_attention(call: AttentionCall) -> None:
     """See ops.invariant_attention; writes call.out.  One or two launches."""
-    (num_tokens, num_q_heads, head_dim), num_requests = call.q.shape, call.seq_lens.shape[0]
-    num_kv_heads, block_size = call.key_cache.shape[1:3]
+    metadata, sinks = call.metadata, call.options.sinks
+    (num_tokens, num_q_heads, head_dim), num_requests = call.q.shape, metadata.num_requests
+    num_kv_heads, block_size = call.cache.key.shape[1:3]
     if num_tokens == 0 or num_requests == 0:
         return
-    group, has_tree = num_q_heads // num_kv_heads, call.tree_mask is not None
+    group, has_tree = num_q_heads // num_kv_heads, metadata.tree_mask is not None
     queries = 1 if has_tree else BLOCK_M // group
     num_tiles = num_tokens // queries + num_requests  # each request may end within a tile
-    block_d, num_parts = triton.next_power_of_2(head_dim), count_parts(max_seq_len)
+    block_d, num_parts = triton.next_power_of_2(head_dim), count_parts(metadata.max_seq_len)
     num_rows = num_tokens * num_q_heads
     splits = is_split(num_tiles * num_kv_heads, num_rows * block_d, num_parts, count_sms(call.q.device))
     partial = maxima = normalisers = call.out
     if splits:
         partial = torch.empty(num_rows * num_parts * block_d, dtype=torch.float32, device=call.q.device)
         maxima, normalisers = two_tensors(num_rows * num_parts, device=call.q.device)
-    tree_mask, positions = (call.seq_lens, call.seq_lens) if not has_tree else (call.tree_mask, call.positions)
+    unused = metadata.seq_lens, metadata.seq_lens
+    tree_mask, positions = (metadata.tree_mask, metadata.positions) if has_tree else unused
     shape = {
         "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "D": head_dim, "BLOCK_D": block_d, "HAS_TREE": has_tree,
-        "FORMAT": kv_format(call.key_cache.dtype), "HAS_SCALE": call.key_scale is not None,
+        "FORMAT": kv_format(call.cache.dtype), "HAS_SCALE": call.cache.key_scale is not None,
         "NUM_PARTS": num_parts if splits else 1, "FIRST": FIRST_PART, "PER_LENGTH": PARTS_PER_LENGTH,
     }  # fmt: skip
     _invariant_attention_kernel[(num_tiles, num_kv_heads, num_parts if splits else 1)](
-        call.q, *caches(call), call.out, partial, maxima, normalisers, call.block_tables, call.query_start_loc,
-        call.seq_lens, tree_mask, positions, num_requests, *options(call), *strides(call),
+        call.q, *caches(call), call.out, partial, maxima, normalisers, metadata.block_tables,
+        metadata.query_start_loc, metadata.seq_lens, tree_mask, positions, num_requests, *options(call), *strides(call),
         QUERIES=queries, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M,
         BLOCK_N=min(block_size, 32 if call.q.dtype == torch.float32 or head_dim > 128 else 64),
         IS_SPLIT=splits, **flags(call),
@@ -312,7 +314,7 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
     )  # fmt: skip
     if splits:
         _merge_parts_kernel[(num_tokens, num_kv_heads)](
-            partial, maxima, normalisers, caches(call)[3], call.out, call.query_start_loc, call.seq_lens, positions,
-            num_requests, call.sinks, ROWS=triton.next_power_of_2(group), num_warps=4,
-            HAS_SINKS=call.sinks is not None, **EXACT, **shape,
+            partial, maxima, normalisers, caches(call)[3], call.out, metadata.query_start_loc, metadata.seq_lens,
+            positions, num_requests, sinks, ROWS=triton.next_power_of_2(group), num_warps=4,
+            HAS_SINKS=sinks is not None, **EXACT, **shape,
         )  # fmt: skip

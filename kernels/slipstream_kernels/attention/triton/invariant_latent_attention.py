@@ -145,14 +145,15 @@ def _invariant_latent_attention_kernel(
 
 def invariant_latent_attention(call: LatentCall) -> None:
     """See ops.invariant_latent_attention; writes call.out.  One or two launches."""
-    (num_tokens, num_heads, _), num_requests = call.q.shape, call.seq_lens.shape[0]
+    metadata = call.metadata
+    (num_tokens, num_heads, _), num_requests = call.q.shape, metadata.num_requests
     if num_tokens == 0 or num_requests == 0:
         return
-    shape, has_tree = latent_shape(call.cache), call.tree_mask is not None
+    shape, has_tree = latent_shape(call.cache), metadata.tree_mask is not None
     block_m, block_n, num_stages = _tile(call)
     group = heads_of_a_tile(num_heads, block_m)
     queries, num_groups = 1 if has_tree else block_m // group, num_heads // group
-    num_tiles, num_parts = num_tokens // queries + num_requests, count_parts(call.max_seq_len)
+    num_tiles, num_parts = num_tokens // queries + num_requests, count_parts(metadata.max_seq_len)
     num_rows, block_r = num_tokens * num_heads, int(shape["BLOCK_R"])
     splits = is_split(
         num_tiles * num_groups, num_rows * block_r, num_parts, count_sms(call.q.device), num_heads * PARTIAL_BYTES
@@ -162,17 +163,18 @@ def invariant_latent_attention(call: LatentCall) -> None:
     if splits:
         partial = torch.empty(num_rows * num_parts * block_r, dtype=torch.float32, device=call.q.device)
         maxima, normalisers = two_tensors(num_rows * num_parts, device=call.q.device)
-    tree_mask, positions = (call.tree_mask, call.positions) if has_tree else (call.seq_lens, call.seq_lens)
+    unused = metadata.seq_lens, metadata.seq_lens
+    tree_mask, positions = (metadata.tree_mask, metadata.positions) if has_tree else unused
     parts = {"NUM_PARTS": num_parts, "FIRST": FIRST_PART, "PER_LENGTH": PARTS_PER_LENGTH, "HAS_TREE": has_tree}
     _invariant_latent_attention_kernel[(num_tiles, num_groups, num_parts)](
-        call.q, *latent_pointers(call.cache), call.out, partial, maxima, normalisers, call.block_tables,
-        call.query_start_loc, call.seq_lens, tree_mask, positions, num_requests, call.scale,
-        call.block_tables.stride(0), QUERIES=queries, GROUP=group, HEADS=num_heads, BLOCK_M=block_m, BLOCK_N=block_n,
-        IS_SPLIT=splits, num_warps=8, num_stages=num_stages, **EXACT, **shape, **parts,
+        call.q, *latent_pointers(call.cache), call.out, partial, maxima, normalisers, metadata.block_tables,
+        metadata.query_start_loc, metadata.seq_lens, tree_mask, positions, num_requests, call.scale,
+        metadata.block_tables.stride(0), QUERIES=queries, GROUP=group, HEADS=num_heads, BLOCK_M=block_m,
+        BLOCK_N=block_n, IS_SPLIT=splits, num_warps=8, num_stages=num_stages, **EXACT, **shape, **parts,
     )  # fmt: skip
     if splits:
         _merge_parts_kernel[(num_tokens, num_heads)](
-            partial, maxima, normalisers, call.out, call.out, call.query_start_loc, call.seq_lens, positions,
+            partial, maxima, normalisers, call.out, call.out, metadata.query_start_loc, metadata.seq_lens, positions,
             num_requests, None, GROUP=1, ROWS=1, NUM_KV_HEADS=num_heads, D=call.rank, BLOCK_D=block_r, FORMAT=0,
             HAS_SCALE=False, HAS_SINKS=False, num_warps=4, **EXACT, **parts,
         )  # fmt: skip

@@ -148,7 +148,8 @@ def _merge_splits_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr, num
 
 def latent_attention(call: LatentCall) -> None:
     """See ops.latent_attention; writes call.out.  One or two launches."""
-    (num_tokens, num_heads, _), num_requests = call.q.shape, call.seq_lens.shape[0]
+    metadata = call.metadata
+    (num_tokens, num_heads, _), num_requests = call.q.shape, metadata.num_requests
     if num_tokens == 0 or num_requests == 0:
         return
     block_m = _tile_rows(call)
@@ -160,25 +161,25 @@ def latent_attention(call: LatentCall) -> None:
         num_partials = num_tokens * num_heads * num_splits
         partial = torch.empty(num_partials, shape["BLOCK_R"], dtype=torch.float32, device=call.q.device)
         lse = torch.empty(num_partials, dtype=torch.float32, device=call.q.device)
-    has_tree, dependent = call.tree_mask is not None, dependent_launch(call.q.device)
+    has_tree, dependent = metadata.tree_mask is not None, dependent_launch(call.q.device)
     _latent_attention_kernel[(num_splits, num_tiles)](
-        call.q, *latent_pointers(call.cache), call.out, partial, lse, call.block_tables, call.query_start_loc,
-        call.seq_lens, call.tree_mask if has_tree else call.seq_lens, num_requests, call.scale,
-        call.block_tables.stride(0), HEADS=num_heads, NUM_SPLITS=num_splits, BLOCK_M=block_m,
+        call.q, *latent_pointers(call.cache), call.out, partial, lse, metadata.block_tables, metadata.query_start_loc,
+        metadata.seq_lens, metadata.tree_mask if has_tree else metadata.seq_lens, num_requests, call.scale,
+        metadata.block_tables.stride(0), HEADS=num_heads, NUM_SPLITS=num_splits, BLOCK_M=block_m,
         BLOCK_N=_tile_keys(call, block_m), HAS_TREE=has_tree,
         num_warps=8 if block_m > 16 else 4, num_stages=1 if call.q.dtype == torch.float32 else 2, **shape, **dependent,
     )  # fmt: skip
     if num_splits > 1:
         columns = min(shape["BLOCK_R"], MERGED_FEATURES)
         _merge_splits_kernel[(num_tokens * num_heads, shape["BLOCK_R"] // columns)](
-            partial, lse, call.out, call.query_start_loc, num_requests, HEADS=num_heads, NUM_SPLITS=num_splits,
+            partial, lse, call.out, metadata.query_start_loc, num_requests, HEADS=num_heads, NUM_SPLITS=num_splits,
             RANK=call.rank, BLOCK_R=shape["BLOCK_R"], COLUMNS=columns, num_warps=4, **dependent,
         )  # fmt: skip
 
 
 def _tile_rows(call: LatentCall) -> int:
     """Rows of a tile: those of one request, at most 64; fp32 keeps 16, whose tiles take twice the memory."""
-    num_rows = call.max_query_len * call.q.shape[1]
+    num_rows = call.metadata.max_query_len * call.q.shape[1]
     if call.q.dtype == torch.float32:
         return 16
     return min(max(triton.next_power_of_2(num_rows), 16), 64)
@@ -204,7 +205,7 @@ def _num_splits(call: LatentCall, num_tiles: int) -> int:
     A power of two: every other number is a kernel to compile, in the middle of serving.
     """
     wanted = triton.cdiv(PROGRAMS_PER_SM * count_sms(call.q.device), num_tiles)
-    num_splits = max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    num_splits = max(1, min(wanted, call.metadata.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
     return 1 << (num_splits.bit_length() - 1)
 
 

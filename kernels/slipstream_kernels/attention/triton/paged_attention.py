@@ -178,10 +178,10 @@ def _merge_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr,
 
 def paged_attention(call: AttentionCall) -> None:
     """See ops.paged_attention; writes call.out.  Launches up to three kernels."""
-    num_requests = call.seq_lens.shape[0]
+    num_requests = call.metadata.num_requests
     if call.q.shape[0] == 0 or num_requests == 0:
         return
-    if call.max_query_len <= SHORT_QUERY_LEN:
+    if call.metadata.max_query_len <= SHORT_QUERY_LEN:
         _attend_short(call)
     elif num_requests == 1:
         # A lone prompt: no launches that would only find that nothing is short.
@@ -192,12 +192,12 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def _attend_short(call: AttentionCall) -> None:
-    num_requests, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[1]
+    num_requests, num_kv_heads = call.metadata.num_requests, call.cache.num_kv_heads
     group = call.q.shape[1] // num_kv_heads
-    num_rows = min(call.max_query_len, SHORT_QUERY_LEN) * group
+    num_rows = min(call.metadata.max_query_len, SHORT_QUERY_LEN) * group
     block_m = min(max(triton.next_power_of_2(num_rows), 16), 64)
     num_tiles = triton.cdiv(num_rows, block_m)
-    num_splits = call.num_kv_splits or _num_splits(call)
+    num_splits = call.options.num_kv_splits or _num_splits(call)
     constants = shapes(call, block_m, 64 if call.q.shape[2] <= 128 else 32)
     partial, lse = call.out, call.out
     if num_splits > 1:
@@ -210,9 +210,9 @@ def _attend_short(call: AttentionCall) -> None:
         call.out,
         partial,
         lse,
-        call.block_tables,
-        call.query_start_loc,
-        call.seq_lens,
+        call.metadata.block_tables,
+        call.metadata.query_start_loc,
+        call.metadata.seq_lens,
         *options(call),
         *strides(call),
         NUM_SPLITS=num_splits,
@@ -227,7 +227,7 @@ def _attend_short(call: AttentionCall) -> None:
             partial,
             lse,
             call.out,
-            call.query_start_loc,
+            call.metadata.query_start_loc,
             NUM_SPLITS=num_splits,
             NUM_ROWS=num_tiles * block_m,
             MAX_QUERY_LEN=SHORT_QUERY_LEN,
@@ -244,6 +244,7 @@ def _num_splits(call: AttentionCall) -> int:
 
     A power of two: every other number is a kernel to compile, in the middle of serving.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_SM * count_sms(call.q.device), call.seq_lens.shape[0] * call.key_cache.shape[1])
-    num_splits = max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    num_programs = call.metadata.num_requests * call.cache.num_kv_heads
+    wanted = triton.cdiv(PROGRAMS_PER_SM * count_sms(call.q.device), num_programs)
+    num_splits = max(1, min(wanted, call.metadata.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
     return 1 << (num_splits.bit_length() - 1)

@@ -166,8 +166,8 @@ def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_
 
 def attend_long(call: AttentionCall, min_query_len: int) -> None:
     """Write call.out's rows of requests with at least min_query_len queries.  One launch."""
-    (num_tokens, num_q_heads, head_dim), num_requests = call.q.shape, call.seq_lens.shape[0]
-    num_kv_heads = call.key_cache.shape[1]
+    (num_tokens, num_q_heads, head_dim), num_requests = call.q.shape, call.metadata.num_requests
+    num_kv_heads = call.cache.num_kv_heads
     tile = FLOAT32_TILE if call.q.dtype == torch.float32 else TILES[triton.next_power_of_2(head_dim)]
     # Each request may end within a tile.
     num_tiles = num_tokens * (num_q_heads // num_kv_heads) // tile.block_m + num_requests
@@ -175,9 +175,9 @@ def attend_long(call: AttentionCall, min_query_len: int) -> None:
         call.q,
         *caches(call),
         call.out,
-        call.block_tables,
-        call.query_start_loc,
-        call.seq_lens,
+        call.metadata.block_tables,
+        call.metadata.query_start_loc,
+        call.metadata.seq_lens,
         num_requests,
         *options(call),
         *strides(call),

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.attention.attention_call import AttentionMetadata
+from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.triton.interpreter import to_e4m3
 from slipstream_kernels.triton.step_kernel import step_kernel
 
@@ -52,10 +54,8 @@ def _stage_fp8_kernel(
 
 
 def stage_fp8(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cache: KvCache,
+    metadata: AttentionMetadata,
     key_mean: torch.Tensor | None,
     keys: torch.Tensor | None,
     values: torch.Tensor,
@@ -63,10 +63,11 @@ def stage_fp8(
     """See ops.stage_fp8."""
     if values.shape[0] == 0:
         return
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_kv_heads, block_size, head_dim = cache.key.shape[1:]
+    tables = metadata.block_tables
     _stage_fp8_kernel[(values.shape[0], num_kv_heads)](
-        key_cache, value_cache, block_tables, seq_lens, key_mean, keys, values, block_tables.stride(0),
-        values.shape[0] // seq_lens.shape[0],
+        cache.key, cache.value, tables, metadata.seq_lens, key_mean, keys, values, tables.stride(0),
+        values.shape[0] // metadata.num_requests,
         NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         ROWS=values.shape[3], HAS_KEYS=keys is not None,
     )  # fmt: skip
