@@ -21,6 +21,7 @@ from slipstream_kernels.attention.cuda import latent_attention as cuda_latent
 from slipstream_kernels.attention.latent_attention import latent_attention
 from slipstream_kernels.attention.latent_call import LatentCall
 from slipstream_kernels.attention.ragged_attention import ragged_attention
+from slipstream_kernels.attention.ragged_call import RaggedKeys, RaggedMetadata
 from slipstream_kernels.bench import median_seconds
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.kv_cache import FP8_DTYPE
@@ -183,23 +184,13 @@ def prompt_versions(prompt: Prompt, device: torch.device) -> dict[str, Callable[
     both = torch.randn(prompt.num_keys, prompt.num_heads, own + value, dtype=torch.bfloat16, device=device)
     latents = torch.randn(prompt.num_keys, RANK + shared, dtype=torch.bfloat16, device=device)
     q = torch.randn(prompt.num_queries, prompt.num_heads, own + shared, dtype=torch.bfloat16, device=device)
+    num_queries, num_keys = prompt.num_queries, prompt.num_keys
     query_starts, key_starts = (
-        torch.tensor([0, count], dtype=torch.int32, device=device) for count in (prompt.num_queries, prompt.num_keys)
+        torch.tensor([0, count], dtype=torch.int32, device=device) for count in (num_queries, num_keys)
     )
-    call = partial(
-        ragged_attention,
-        q,
-        both[..., :own],
-        latents[:, RANK:],
-        both[..., own:],
-        query_starts,
-        key_starts,
-        key_starts[1:],
-        max_query_len=prompt.num_queries,
-        max_key_len=prompt.num_keys,
-        scale=SCALE,
-        is_causal=prompt.is_causal(),
-    )
+    metadata = RaggedMetadata(query_starts, key_starts, key_starts[1:], num_queries, num_keys, prompt.is_causal())
+    keys = RaggedKeys(both[..., :own], latents[:, RANK:], both[..., own:])
+    call = partial(ragged_attention, q, keys, metadata, scale=SCALE)
     return {backend: partial(call, backend=backend) for backend in ("cuda", "triton")}
 
 

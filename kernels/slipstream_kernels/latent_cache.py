@@ -1,5 +1,5 @@
 """LatentCache: the cache of multi-head latent attention (MLA), one row per token for all heads, and its two formats.
-StepLatents: what a step writes there.
+StepLatents: what a step writes there.  TokenRanges: what prompts read.
 
 A row is the normed latent, `rank` features, and the rotated key part that all heads share, `rope_dim` features.
 Plain: both in the model's dtype. FP8: e4m3 latents, one fp32 scale per 128 of them (value = stored * scale), then
@@ -82,6 +82,20 @@ class StepLatents:
     rope: Rope
     norm_weight: torch.Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class TokenRanges:
+    """Cached tokens of several requests: lens[r] from first_tokens[r] on, as rows from start_loc[r] on.
+
+    block_tables: [num_requests, max_blocks] int32.  first_tokens, lens: [num_requests] int32.  start_loc:
+    [num_requests + 1] int32, at least lens[r] apart.
+    """
+
+    block_tables: torch.Tensor
+    first_tokens: torch.Tensor
+    lens: torch.Tensor
+    start_loc: torch.Tensor
 
 
 def latent_row(rank: int, rope_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:

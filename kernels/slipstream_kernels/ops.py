@@ -20,6 +20,7 @@ from slipstream_kernels.attention.paged_attention import (
     triton_min_block_size,
 )
 from slipstream_kernels.attention.ragged_attention import ragged_attention
+from slipstream_kernels.attention.ragged_call import RaggedKeys, RaggedMetadata
 from slipstream_kernels.attention.stage_fp8 import stage_fp8
 from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
@@ -61,7 +62,14 @@ from slipstream_kernels.kv.gather_latent import gather_latent
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
 from slipstream_kernels.kv.write_latent import write_latent
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
-from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, StepLatents, empty_latent_cache, latent_row
+from slipstream_kernels.latent_cache import (
+    LATENT_GROUP,
+    LatentCache,
+    StepLatents,
+    TokenRanges,
+    empty_latent_cache,
+    latent_row,
+)
 from slipstream_kernels.lora.lora_expand import lora_expand
 from slipstream_kernels.lora.lora_shrink import lora_shrink
 from slipstream_kernels.lora.tiles import MAX_FEW_TOKENS, NO_ROW, NO_SLOT, AdapterTiles, count_tiles, tile_rows
@@ -122,12 +130,15 @@ __all__ = [
     "LatentCache",
     "LevelRows",
     "LinearWeight",
+    "RaggedKeys",
+    "RaggedMetadata",
     "Rope",
     "Routing",
     "RoutingRule",
     "SlotTable",
     "StepLatents",
     "StepRows",
+    "TokenRanges",
     "TopLogprobs",
     "absorb_latent",
     "accept_drafts",

@@ -97,7 +97,8 @@ def test_written_latents_are_normed_rotated_and_gathered(device, backend, is_fp8
     starts = torch.tensor([0, 6, 12], dtype=torch.int32, device=device)
     first, lens = (torch.tensor(pair, dtype=torch.int32, device=device) for pair in ([14, 4], [4, 6]))
     out = torch.full((12, rank + rope_dim), float("nan"), dtype=dtype, device=device)
-    ops.gather_latent(cache, table[None].repeat(2, 1), first, lens, starts, out, backend=backend)
+    ranges = ops.TokenRanges(table[None].repeat(2, 1), first, lens, starts)
+    ops.gather_latent(cache, ranges, out, backend=backend)
     rows = torch.tensor([14, 15, 16, 17, 4, 5, 6, 7, 8, 9])
     found = torch.cat([out[:4], out[6:]]).double().cpu()
     close = {"rtol": 0.07, "atol": 0.01} if is_fp8 else {"rtol": rtol, "atol": atol}
@@ -131,10 +132,9 @@ def test_both_versions_write_the_same_fp8_row(device) -> None:
 def test_ragged_attention_is_right(device, backend, dtype) -> None:
     rtol, atol = ATTENTION[dtype]
     for is_causal, key_lens in ((True, [70, 9, 1]), (False, [40, 0, 100])):
-        case = ragged_case([70, 9, 1], key_lens, dtype, device)
-        sizes = {"max_query_len": 70, "max_key_len": 100}
-        out, lse = ops.ragged_attention(*case, **sizes, scale=0.2, is_causal=is_causal, backend=backend)
-        expected = dense_ragged(case, is_causal)
+        case = ragged_case([70, 9, 1], key_lens, dtype, device, is_causal=is_causal)
+        out, lse = ops.ragged_attention(*case, scale=0.2, backend=backend)
+        expected = dense_ragged(case)
         torch.testing.assert_close(out.double().cpu(), expected[0], rtol=rtol, atol=atol)
         torch.testing.assert_close(lse.double().cpu(), expected[1], rtol=rtol, atol=atol)
 
@@ -144,10 +144,9 @@ def test_published_sizes_of_heads(device, sizes) -> None:
     """DeepSeek's and GLM-4.7-Flash's heads, in more tokens than one tile has rows."""
     rtol, atol = ATTENTION[torch.bfloat16]
     for is_causal, query_lens, key_lens in ((True, [150, 5], [150, 90]), (False, [130, 2], [70, 200])):
-        case = ragged_case(query_lens, key_lens, torch.bfloat16, device, sizes)
-        lens = {"max_query_len": max(query_lens), "max_key_len": max(key_lens)}
-        out, lse = ops.ragged_attention(*case, **lens, scale=0.2, is_causal=is_causal, backend="triton")
-        expected = dense_ragged(case, is_causal)
+        case = ragged_case(query_lens, key_lens, torch.bfloat16, device, sizes, is_causal=is_causal)
+        out, lse = ops.ragged_attention(*case, scale=0.2, backend="triton")
+        expected = dense_ragged(case)
         torch.testing.assert_close(out.double().cpu(), expected[0], rtol=rtol, atol=atol)
         torch.testing.assert_close(lse.double().cpu(), expected[1], rtol=rtol, atol=atol)
 
@@ -156,17 +155,14 @@ def test_published_sizes_of_heads(device, sizes) -> None:
 def test_parts_of_the_keys_merge_to_the_whole(device, backend) -> None:
     """A prompt's chunk: its own keys causally, those before it in two pieces, merged as the pieces come."""
     whole = ragged_case([6], [31], torch.float32, device)
-    expected = dense_ragged(whole, is_causal=True)
-    q, k, k_rope, v, starts = whole[:5]
+    expected = dense_ragged(whole)
+    q, keys, metadata = whole
 
-    def over(keys: slice, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        lens = torch.tensor([keys.stop - keys.start], dtype=torch.int32, device=device)
-        key_starts = starts_of(lens.tolist(), device)
-        sizes = {"max_query_len": 6, "max_key_len": 31}
-        return ops.ragged_attention(
-            q, k[keys], k_rope[keys], v[keys], starts, key_starts, lens, **sizes, scale=0.2, is_causal=is_causal,
-            backend=backend,
-        )  # fmt: skip
+    def over(part: slice, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        lens = torch.tensor([part.stop - part.start], dtype=torch.int32, device=device)
+        own = replace(metadata, key_start_loc=starts_of(lens.tolist(), device), key_lens=lens, is_causal=is_causal)
+        some = ops.RaggedKeys(keys.k[part], keys.k_rope[part], keys.v[part])
+        return ops.ragged_attention(q, some, own, scale=0.2, backend=backend)
 
     out, lse = over(slice(25, 31), True)
     empty = torch.full_like(out, float("nan")), torch.full_like(lse, float("-inf"))
@@ -189,10 +185,9 @@ def test_absorbed_is_unabsorbed(device) -> None:
     latents = read_latents(case.cache, slots_of(case.block_tables[0], 0, 12, 16))
     both = torch.einsum("tr,hnr->thn", latents[:, :rank], kv_b)
     lens = torch.tensor([12], dtype=torch.int32, device=device)
-    out, _ = ops.ragged_attention(
-        q, both[..., :nope], latents[:, rank:], both[..., nope:], case.query_start_loc, case.query_start_loc, lens,
-        max_query_len=12, max_key_len=12, scale=0.2, is_causal=True, backend="triton",
-    )  # fmt: skip
+    keys = ops.RaggedKeys(both[..., :nope], latents[:, rank:], both[..., nope:])
+    metadata = ops.RaggedMetadata(case.query_start_loc, case.query_start_loc, lens, 12, 12, is_causal=True)
+    out, _ = ops.ragged_attention(q, keys, metadata, scale=0.2, backend="triton")
     torch.testing.assert_close(torch.einsum("thr,hvr->thv", latent, kv_b[:, nope:]), out, rtol=1e-4, atol=1e-5)
 
 

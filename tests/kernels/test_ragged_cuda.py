@@ -29,16 +29,17 @@ def test_compiles_without_spills_or_serialised_products(sizes) -> None:
 def test_what_the_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ragged_case([3], [3], torch.bfloat16, torch.device("cpu"), (128, 64, 128))
     out = torch.empty(3, 3, 128, dtype=torch.bfloat16)
-    call = RaggedCall(*case, out, torch.empty(3, 3), 3, 3, SCALE, True)
+    call = RaggedCall(*case, SCALE, out, torch.empty(3, 3))
+    keys, odd = call.keys, torch.empty(5, 65, dtype=torch.bfloat16)[:, 1:]
     assert "q is on cpu" in str(cuda_ragged.refusal(call))
     monkeypatch.setattr(cuda_ragged, "hopper_refusal", lambda device, what: None)
     monkeypatch.setattr(cuda_ragged, "build_refusal", lambda source, defines: None)
     assert cuda_ragged.refusal(call) is None
     for refused, reason in (
         (replace(call, q=call.q.float()), "q is torch.float32, not bfloat16 or float16"),
-        (replace(call, v=call.v[..., :64]), r"are (128, 64, 64), not one of"),
-        (replace(call, k=call.k[:0]), "there are no keys"),
-        (replace(call, k_rope=torch.empty(5, 65, dtype=torch.bfloat16)[:, 1:]), "the rows of k_rope do not begin"),
+        (replace(call, keys=replace(keys, v=keys.v[..., :64])), r"are (128, 64, 64), not one of"),
+        (replace(call, keys=replace(keys, k=keys.k[:0])), "there are no keys"),
+        (replace(call, keys=replace(keys, k_rope=odd)), "the rows of k_rope do not begin"),
     ):
         assert reason in str(cuda_ragged.refusal(refused))
 
@@ -50,14 +51,11 @@ def test_what_the_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_the_kernel_is_right(num_heads, lens, is_causal, sizes, dtype) -> None:
     """Unused rows behind each request's keys are NaN."""
     query_lens, key_lens = lens
-    case = ragged_case(query_lens, key_lens, dtype, hopper_device(), sizes, num_heads)
-    expected = dense_ragged(case, is_causal, SCALE)
-    longest = {"max_query_len": max(query_lens), "max_key_len": max(key_lens)}
+    case = ragged_case(query_lens, key_lens, dtype, hopper_device(), sizes, num_heads, is_causal)
+    expected = dense_ragged(case, SCALE)
     rtol, atol = ATTENTION[dtype]
     for _ in range(2):  # the counters of work are left as they were found
         out = torch.full((*case[0].shape[:2], sizes[2]), float("nan"), dtype=dtype, device=case[0].device)
-        _, lse = ops.ragged_attention(
-            *case, **longest, scale=SCALE, is_causal=is_causal, out=out, backend="cuda"
-        )  # fmt: skip
+        _, lse = ops.ragged_attention(*case, scale=SCALE, out=out, backend="cuda")
         torch.testing.assert_close(out.double().cpu(), expected[0], rtol=rtol, atol=atol)
         torch.testing.assert_close(lse.double().cpu(), expected[1], rtol=rtol, atol=atol)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from latent_cases import starts_of
+from slipstream_kernels import ops
+
+RaggedCase = tuple[torch.Tensor, ops.RaggedKeys, ops.RaggedMetadata]  # as ops.ragged_attention takes them
 
 
 def ragged_case(
@@ -13,7 +16,8 @@ def ragged_case(
     device: torch.device,
     sizes: tuple[int, int, int] = (24, 8, 16),
     heads: int = 3,
-) -> tuple:
+    is_causal: bool = True,
+) -> RaggedCase:
     """Keys and values as views of one tensor, as the up-projection gives them; two unused rows behind each request.
     sizes: features of a key of one head, of the part that heads share, of a value."""
     torch.manual_seed(2)
@@ -27,22 +31,27 @@ def ragged_case(
     for request, length in enumerate(key_lens):
         stop = int(key_starts[request]) + length
         both[stop : stop + 2], latents[stop : stop + 2] = float("nan"), float("nan")
-    return q, both[..., :nope], latents[:, 40:], both[..., nope:], starts_of(query_lens, device), key_starts, lens
+    metadata = ops.RaggedMetadata(
+        starts_of(query_lens, device), key_starts, lens, max(query_lens), max(key_lens), is_causal
+    )
+    return q, ops.RaggedKeys(both[..., :nope], latents[:, 40:], both[..., nope:]), metadata
 
 
-def dense_ragged(case: tuple, is_causal: bool, scale: float = 0.2) -> tuple[torch.Tensor, torch.Tensor]:
+def dense_ragged(case: RaggedCase, scale: float = 0.2) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp in fp64, on the host."""
-    q, k, k_rope, v, starts, key_starts, lens = (tensor.cpu() for tensor in case)
+    keys, metadata = case[1:]
+    q, k, k_rope, v = (tensor.cpu() for tensor in (case[0], keys.k, keys.k_rope, keys.v))
+    starts, key_starts = metadata.query_start_loc.tolist(), metadata.key_start_loc.tolist()
     out, lse = torch.zeros(*q.shape[:2], v.shape[2]).double(), torch.full(q.shape[:2], float("-inf")).double()
-    for request, length in enumerate(lens.tolist()):
-        rows = slice(*starts[request : request + 2].tolist())
-        keys = slice(int(key_starts[request]), int(key_starts[request]) + length)
-        shared = k_rope[keys, None].double().expand(-1, k.shape[1], -1)
-        scores = torch.einsum("qhd,khd->qhk", q[rows].double(), torch.cat([k[keys].double(), shared], -1)) * scale
-        if is_causal:
+    for request, length in enumerate(metadata.key_lens.tolist()):
+        rows = slice(*starts[request : request + 2])
+        own = slice(key_starts[request], key_starts[request] + length)
+        shared = k_rope[own, None].double().expand(-1, k.shape[1], -1)
+        scores = torch.einsum("qhd,khd->qhk", q[rows].double(), torch.cat([k[own].double(), shared], -1)) * scale
+        if metadata.is_causal:
             query_len = rows.stop - rows.start
             positions = length - query_len + torch.arange(query_len)
             scores.masked_fill_((torch.arange(length) > positions[:, None])[:, None], float("-inf"))
         lse[rows] = scores.logsumexp(-1)
-        out[rows] = torch.einsum("qhk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v[keys].double())
+        out[rows] = torch.einsum("qhk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v[own].double())
     return out, lse

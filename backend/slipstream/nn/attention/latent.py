@@ -53,21 +53,17 @@ class LatentBackend:
             return AbsorbedAndPrompts(batch, decodes, None, None)
         if prefixes is None or (any(prefixes) and batch.max_query_len < ABSORBED_QUERIES):
             return AbsorbedAndPrompts(batch, decodes, prompts, None)
-        return AbsorbedAndPrompts(batch, decodes, None, PromptKeys.of(prompts, prefixes))
+        num_tokens = len(batch.token_ids[prompts.tokens])
+        return AbsorbedAndPrompts(batch, decodes, None, PromptKeys.of(prompts, num_tokens, prefixes))
 
 
 @dataclass(frozen=True)
 class KeyPiece:
-    """Cached tokens whose keys and values are made at once. For each prompt: the first, how many, where their rows are.
+    """Cached tokens of each prompt whose keys and values are made at once, num_rows in all; how queries see them."""
 
-    num_rows: of all; max_len: of one prompt, at most.
-    """
-
-    first_tokens: Tensor
-    lens: Tensor
-    start_loc: Tensor
+    ranges: ops.TokenRanges
+    metadata: ops.RaggedMetadata
     num_rows: int
-    max_len: int
 
 
 @dataclass(frozen=True)
@@ -79,22 +75,29 @@ class PromptKeys:
     before: tuple[KeyPiece, ...]
 
     @classmethod
-    def of(cls, rows: Rows, prefixes: Sequence[int]) -> PromptKeys:
-        """prefixes: upper bounds of each prompt's cached tokens, of which the device knows the numbers."""
-        metadata = rows.metadata
-        query_lens = metadata.query_start_loc.diff()
-        cached = metadata.seq_lens - query_lens
-        own = KeyPiece(cached, query_lens, metadata.query_start_loc, 0, metadata.max_query_len)
+    def of(cls, rows: Rows, num_tokens: int, prefixes: Sequence[int]) -> PromptKeys:
+        """num_tokens: of these rows. prefixes: upper bounds of each prompt's cached tokens, of which the device knows
+        the numbers."""
+        tables, starts, most = rows.metadata.block_tables, rows.metadata.query_start_loc, rows.metadata.max_query_len
+        query_lens = starts.diff()
+        cached = rows.metadata.seq_lens - query_lens
+        own = KeyPiece(
+            ops.TokenRanges(tables, cached, query_lens, starts),
+            ops.RaggedMetadata(starts, starts, query_lens, most, most, is_causal=True),
+            num_tokens,
+        )
         pieces = []
         for spans in _spans(prefixes):
-            starts = [0]
+            key_starts = [0]
             for first, stop in spans:
-                starts.append(starts[-1] + stop - first)
-            numbers = torch.tensor([[*(first for first, _ in spans), 0], [*(stop for _, stop in spans), 0], starts])
+                key_starts.append(key_starts[-1] + stop - first)
+            numbers = torch.tensor([[*(first for first, _ in spans), 0], [*(stop for _, stop in spans), 0], key_starts])
             first_tokens, stops, start_loc = numbers.to(torch.int32).to(cached.device)
             lens = (torch.minimum(cached, stops[:-1]) - first_tokens[:-1]).clamp(min=0)
             longest = max(stop - first for first, stop in spans)
-            pieces.append(KeyPiece(first_tokens[:-1], lens, start_loc, starts[-1], longest))
+            ranges = ops.TokenRanges(tables, first_tokens[:-1], lens, start_loc)
+            metadata = ops.RaggedMetadata(starts, start_loc, lens, most, longest, is_causal=False)
+            pieces.append(KeyPiece(ranges, metadata, key_starts[-1]))
         return cls(rows, own, tuple(pieces))
 
 
@@ -134,7 +137,7 @@ class AbsorbedAndPrompts:
             tokens = self.prompts.rows.tokens
             q_rope = q[tokens, :, layer.nope_dim :]
             ops.write_latent(q_rope, step_latents(self.batch, latent, layer, tokens), cache, q_rope)
-            self._attend_prompts(self.prompts, q[tokens], layer, cache, out[tokens])
+            _attend_prompts(self.prompts, q[tokens], layer, cache, out[tokens])
         return out
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
@@ -150,47 +153,6 @@ class AbsorbedAndPrompts:
             _attend_absorbed(absorbed, cache, last_metadata(self.batch), layer, out)
         return out
 
-    def _attend_prompts(
-        self, prompts: PromptKeys, q: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor
-    ) -> None:
-        """q, out: of the prompts' rows."""
-        lse = self._attend_piece(prompts, prompts.own, q, layer, cache, out)
-        if prompts.before:
-            other = torch.empty_like(out)
-        for piece in prompts.before:
-            ops.merge_attention(out, lse, other, self._attend_piece(prompts, piece, q, layer, cache, other))
-
-    def _attend_piece(
-        self,
-        prompts: PromptKeys,
-        piece: KeyPiece,
-        q: Tensor,
-        layer: LatentLayer,
-        cache: ops.LatentCache,
-        out: Tensor,
-    ) -> Tensor:
-        """Write out; return its log-sum-exp [tokens, num_q_heads]."""
-        metadata, is_own = prompts.rows.metadata, piece is prompts.own
-        latents = q.new_empty(q.shape[0] if is_own else piece.num_rows, cache.rank + cache.rope_dim)
-        ops.gather_latent(cache, metadata.block_tables, piece.first_tokens, piece.lens, piece.start_loc, latents)
-        num_heads, width = layer.kv_b.shape[:2]
-        both = torch.mm(latents[:, : cache.rank], layer.kv_b.flatten(0, 1).t()).view(-1, num_heads, width)
-        _, lse = ops.ragged_attention(
-            q,
-            both[..., : layer.nope_dim],
-            latents[:, cache.rank :],
-            both[..., layer.nope_dim :],
-            metadata.query_start_loc,
-            piece.start_loc,
-            piece.lens,
-            max_query_len=metadata.max_query_len,
-            max_key_len=piece.max_len,
-            scale=layer.scale,
-            is_causal=is_own,
-            out=out,
-        )
-        return lse
-
 
 def _attend_absorbed(
     absorbed: Tensor, cache: ops.LatentCache, metadata: ops.AttentionMetadata, layer: LatentLayer, out: Tensor
@@ -198,6 +160,26 @@ def _attend_absorbed(
     """absorbed, out: of the metadata's rows."""
     latents = ops.latent_attention(absorbed, cache, metadata, scale=layer.scale)
     ops.head_mm(latents, layer.kv_b[:, layer.nope_dim :], out)
+
+
+def _attend_prompts(prompts: PromptKeys, q: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor) -> None:
+    """q, out: of the prompts' rows."""
+    lse = _attend_piece(prompts.own, q, layer, cache, out)
+    if prompts.before:
+        other = torch.empty_like(out)
+    for piece in prompts.before:
+        ops.merge_attention(out, lse, other, _attend_piece(piece, q, layer, cache, other))
+
+
+def _attend_piece(piece: KeyPiece, q: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor) -> Tensor:
+    """Write out; return its log-sum-exp [tokens, num_q_heads]."""
+    latents = q.new_empty(piece.num_rows, cache.rank + cache.rope_dim)
+    ops.gather_latent(cache, piece.ranges, latents)
+    num_heads, width = layer.kv_b.shape[:2]
+    both = torch.mm(latents[:, : cache.rank], layer.kv_b.flatten(0, 1).t()).view(-1, num_heads, width)
+    keys = ops.RaggedKeys(both[..., : layer.nope_dim], latents[:, cache.rank :], both[..., layer.nope_dim :])
+    _, lse = ops.ragged_attention(q, keys, piece.metadata, scale=layer.scale, out=out)
+    return lse
 
 
 def step_latents(batch: ForwardBatch, latent: Tensor, layer: LatentLayer, tokens: slice = ALL) -> ops.StepLatents:

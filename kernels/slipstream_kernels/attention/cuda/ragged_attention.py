@@ -37,16 +37,16 @@ def refusal(call: RaggedCall) -> str | None:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
     if _sizes(call) not in SIZES:
         return f"features of a key's own part, of its shared part and of a value are {_sizes(call)}, not one of {SIZES}"
-    if call.k.shape[0] == 0:
+    if call.keys.k.shape[0] == 0:
         return "there are no keys"
-    for name, tensor in (("q", call.q), ("k", call.k), ("k_rope", call.k_rope), ("v", call.v)):
+    for name, tensor in (("q", call.q), ("k", call.keys.k), ("k_rope", call.keys.k_rope), ("v", call.keys.v)):
         if tensor.data_ptr() % 16 or any(stride % 8 for stride in tensor.stride()[:-1]):
             return f"the rows of {name} do not begin at multiples of 16 bytes"
     return build_refusal(SOURCE, defines(call))
 
 
 def _sizes(call: RaggedCall) -> tuple[int, int, int]:
-    return call.k.shape[2], call.k_rope.shape[1], call.v.shape[2]
+    return call.keys.k.shape[2], call.keys.k_rope.shape[1], call.keys.v.shape[2]
 
 
 def defines(call: RaggedCall) -> tuple[str, ...]:
@@ -67,36 +67,37 @@ def variants() -> list[tuple[str, ...]]:
 
 def ragged_attention(call: RaggedCall) -> None:
     """See ops.ragged_attention; writes call.out and call.lse.  One launch."""
-    if call.q.shape[0] == 0 or call.key_lens.shape[0] == 0:
+    if call.q.shape[0] == 0 or call.metadata.num_requests == 0:
         return
     launch("ragged_attention", load(SOURCE, defines(call)), _params(call), call.q.device)
 
 
 def _params(call: RaggedCall) -> RaggedParams:
     q, num_heads, device = call.q, call.q.shape[1], call.q.device
+    keys, metadata = call.keys, call.metadata
     tensors = {
-        "q": q, "key_cache": call.k, "value_cache": call.v, "out": call.out, "query_start_loc": call.query_start_loc,
-        "seq_lens": call.key_lens, "counters": work_counters(device), "shared_keys": call.k_rope,
-        "key_start_loc": call.key_start_loc, "lse": call.lse,
+        "q": q, "key_cache": keys.k, "value_cache": keys.v, "out": call.out, "lse": call.lse,
+        "query_start_loc": metadata.query_start_loc, "seq_lens": metadata.key_lens,
+        "counters": work_counters(device), "shared_keys": keys.k_rope, "key_start_loc": metadata.key_start_loc,
     }  # fmt: skip
-    bytes_of_head = max(call.max_key_len, 1) * sum(_sizes(call)) * q.element_size()
+    bytes_of_head = max(metadata.max_key_len, 1) * sum(_sizes(call)) * q.element_size()
     return RaggedParams(
         **addresses(tensors),
         q_token_stride=q.stride(0),
         q_head_stride=q.stride(1),
         num_tokens=q.shape[0],
-        num_requests=call.key_lens.shape[0],
+        num_requests=metadata.num_requests,
         num_q_heads=num_heads,
         num_kv_heads=num_heads,
         block_size_log2=7,  # tiles of keys end there, or at half of it
         heads_per_section=max(1, min(num_heads, SECTION_BYTES // bytes_of_head)),
         num_sms=count_sms(device),
         scale=call.scale,
-        key_token_stride=call.k.stride(0),
-        key_head_stride=call.k.stride(1),
-        value_token_stride=call.v.stride(0),
-        value_head_stride=call.v.stride(1),
-        shared_token_stride=call.k_rope.stride(0),
-        num_keys=call.k.shape[0],
-        is_causal=call.is_causal,
+        key_token_stride=keys.k.stride(0),
+        key_head_stride=keys.k.stride(1),
+        value_token_stride=keys.v.stride(0),
+        value_head_stride=keys.v.stride(1),
+        shared_token_stride=keys.k_rope.stride(0),
+        num_keys=keys.k.shape[0],
+        is_causal=metadata.is_causal,
     )

@@ -9,8 +9,9 @@ from slipstream_kernels.attention.ragged_call import RaggedCall
 
 def ragged_attention(call: RaggedCall) -> None:
     """See ops.ragged_attention; writes call.out and call.lse."""
-    starts, key_starts = call.query_start_loc.tolist(), call.key_start_loc.tolist()
-    for request, key_len in enumerate(call.key_lens.tolist()):
+    metadata = call.metadata
+    starts, key_starts = metadata.query_start_loc.tolist(), metadata.key_start_loc.tolist()
+    for request, key_len in enumerate(metadata.key_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
         if rows.start == rows.stop:
             continue
@@ -21,11 +22,11 @@ def ragged_attention(call: RaggedCall) -> None:
 
 def _attend(call: RaggedCall, rows: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """One request's rows: [query_len, num_heads, value_dim] and [query_len, num_heads], fp32."""
-    q, k, v = (tensor.float().transpose(0, 1) for tensor in (call.q[rows], call.k[keys], call.v[keys]))
+    q, k, v = (tensor.float().transpose(0, 1) for tensor in (call.q[rows], call.keys.k[keys], call.keys.v[keys]))
     nope, (query_len, key_len) = k.shape[2], (q.shape[1], k.shape[1])
-    scores = torch.bmm(q[..., :nope], k.transpose(1, 2)) + q[..., nope:] @ call.k_rope[keys].float().t()
+    scores = torch.bmm(q[..., :nope], k.transpose(1, 2)) + q[..., nope:] @ call.keys.k_rope[keys].float().t()
     scores *= call.scale
-    if call.is_causal:
+    if call.metadata.is_causal:
         positions = torch.arange(key_len - query_len, key_len, device=q.device)
         scores.masked_fill_(torch.arange(key_len, device=q.device) > positions[:, None], float("-inf"))
     # A row that sees nothing becomes zero, not NaN.

@@ -108,10 +108,11 @@ def _ragged_attention_kernel(
 
 def ragged_attention(call: RaggedCall) -> None:
     """See ops.ragged_attention; writes call.out and call.lse."""
-    (num_tokens, num_heads, dim), num_requests = call.q.shape, call.key_lens.shape[0]
+    (num_tokens, num_heads, dim), num_requests = call.q.shape, call.metadata.num_requests
     if num_tokens == 0 or num_requests == 0:
         return
-    nope, value_dim = call.k.shape[2], call.v.shape[2]
+    keys, metadata = call.keys, call.metadata
+    nope, value_dim = keys.k.shape[2], keys.v.shape[2]
     # Triton 3.6 gives wrong sums on an H200 for tiles whose rows are 32 bytes, so rows have at least 64.
     least = 64 // call.q.element_size()
     block_d, block_p, block_v = (max(padded_width(width), least) for width in (nope, dim - nope, value_dim))
@@ -120,10 +121,10 @@ def ragged_attention(call: RaggedCall) -> None:
         block_m, block_n, num_warps = 64, 32, 4
     num_tiles = num_tokens // block_m + num_requests  # each request may end within a tile
     _ragged_attention_kernel[(num_heads, num_tiles)](
-        call.q, call.k, call.k_rope, call.v, call.out, call.lse, call.query_start_loc, call.key_start_loc,
-        call.key_lens, num_requests, call.scale, call.q.stride(0), call.q.stride(1), call.k.stride(0),
-        call.k.stride(1), call.k_rope.stride(0), call.v.stride(0), call.v.stride(1),
+        call.q, keys.k, keys.k_rope, keys.v, call.out, call.lse, metadata.query_start_loc, metadata.key_start_loc,
+        metadata.key_lens, num_requests, call.scale, call.q.stride(0), call.q.stride(1), keys.k.stride(0),
+        keys.k.stride(1), keys.k_rope.stride(0), keys.v.stride(0), keys.v.stride(1),
         HEADS=num_heads, NOPE=nope, ROPE=dim - nope, VALUE=value_dim, BLOCK_D=block_d,
         BLOCK_P=block_p, BLOCK_V=block_v, BLOCK_M=block_m, BLOCK_N=block_n,
-        IS_CAUSAL=call.is_causal, num_warps=num_warps, num_stages=2,
+        IS_CAUSAL=metadata.is_causal, num_warps=num_warps, num_stages=2,
     )  # fmt: skip

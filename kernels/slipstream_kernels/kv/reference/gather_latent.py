@@ -5,22 +5,15 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.kv.reference.write_latent import read_latents
-from slipstream_kernels.latent_cache import LatentCache
+from slipstream_kernels.latent_cache import LatentCache, TokenRanges
 
 
-def gather_latent(
-    cache: LatentCache,
-    block_tables: torch.Tensor,
-    first_tokens: torch.Tensor,
-    lens: torch.Tensor,
-    out_start_loc: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gather_latent(cache: LatentCache, ranges: TokenRanges, out: torch.Tensor) -> None:
     """See ops.gather_latent."""
-    starts = out_start_loc.tolist()
-    for request, (first, length) in enumerate(zip(first_tokens.tolist(), lens.tolist())):
+    starts = ranges.start_loc.tolist()
+    for request, (first, length) in enumerate(zip(ranges.first_tokens.tolist(), ranges.lens.tolist())):
         start = starts[request]
-        slots = slots_of(block_tables[request], first, first + length, cache.block_size)
+        slots = slots_of(ranges.block_tables[request], first, first + length, cache.block_size)
         out[start : start + length] = read_latents(cache, slots).to(out.dtype)
         out[start + length : starts[request + 1]] = 0
 

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from slipstream_kernels.kv.triton.latent_rows import latent_pointers, latent_shape, load_latents, load_rope_keys
-from slipstream_kernels.latent_cache import LatentCache
+from slipstream_kernels.latent_cache import LatentCache, TokenRanges
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 
@@ -42,18 +42,12 @@ def _gather_latent_kernel(
     tl.store(out_ptr + RANK + keys, k, mask=keys < ROPE)
 
 
-def gather_latent(
-    cache: LatentCache,
-    block_tables: torch.Tensor,
-    first_tokens: torch.Tensor,
-    lens: torch.Tensor,
-    out_start_loc: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gather_latent(cache: LatentCache, ranges: TokenRanges, out: torch.Tensor) -> None:
     """See ops.gather_latent."""
+    tables = ranges.block_tables
     if out.shape[0] == 0:
         return
     _gather_latent_kernel[(out.shape[0],)](
-        *latent_pointers(cache), block_tables, first_tokens, lens, out_start_loc, out, block_tables.shape[0],
-        block_tables.stride(0), **latent_shape(cache), num_warps=1,
+        *latent_pointers(cache), tables, ranges.first_tokens, ranges.lens, ranges.start_loc, out, tables.shape[0],
+        tables.stride(0), **latent_shape(cache), num_warps=1,
     )  # fmt: skip
