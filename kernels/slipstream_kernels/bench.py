@@ -123,9 +123,10 @@ def rope_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backend: str
         q, k, v = fused.split(heads, dim=1)
         rope = ops.Rope(torch.ones(num_tokens, s.head_dim, device=device))
         positions = torch.arange(num_tokens, device=device)
+        slots, qk_rope = ops.TokenSlots(positions, positions), ops.QKRope(rope)
         for name, kv_dtype in {"plain": dtype, **ops.QUANTIZED_KV_DTYPES}.items():
             cache = ops.empty_kv_cache((num_tokens // 64 + 1, s.num_kv_heads, 64, s.head_dim), kv_dtype, device)
-            run = partial(ops.rope_write_kv, q, k, v, positions, positions, rope, cache, backend=backend)
+            run = partial(ops.rope_write_kv, q, k, v, slots, qk_rope, cache, backend=backend)
             written = 2 * k.shape[0] * k.shape[1] * ops.kv_row_bytes(s.head_dim, kv_dtype)
             num_bytes = (fused.numel() + q.numel()) * fused.element_size() + rope.cos_sin.numel() * 4 + written
             yield Case(f"rope_kv {name}", f"{num_tokens} tokens x {heads}", run, num_bytes=num_bytes)

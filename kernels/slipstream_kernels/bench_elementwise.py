@@ -89,7 +89,9 @@ def rope_cases(num_rows: int) -> dict[str, tuple[Run, int]]:
     """The same of rope + quantise + append, over caches of every type."""
     sets = min(LAUNCHES, max(2, COLD_BYTES // (num_rows * sum(HEADS) * HEAD_DIM * 2)))
     fused = torch.randn(sets, num_rows, sum(HEADS), HEAD_DIM, device="cuda").bfloat16()
-    rope, positions = ops.Rope(torch.randn(num_rows, HEAD_DIM, device="cuda")), torch.arange(num_rows, device="cuda")
+    qk_rope = ops.QKRope(ops.Rope(torch.randn(num_rows, HEAD_DIM, device="cuda")))
+    positions = torch.arange(num_rows, device="cuda")
+    slots = ops.TokenSlots(positions, positions)
 
     def case(kv_dtype: torch.dtype) -> tuple[Run, int]:
         dims = (num_rows // BLOCK_SIZE + 1, HEADS[1], BLOCK_SIZE, HEAD_DIM)
@@ -97,7 +99,7 @@ def rope_cases(num_rows: int) -> dict[str, tuple[Run, int]]:
 
         def run(i: int) -> object:
             q, k, v = fused[i % sets].split(HEADS, dim=1)
-            return ops.rope_write_kv(q, k, v, positions, positions, rope, caches[i % sets])
+            return ops.rope_write_kv(q, k, v, slots, qk_rope, caches[i % sets])
 
         written = 2 * HEADS[1] * ops.kv_row_bytes(HEAD_DIM, kv_dtype)
         return run, num_rows * (2 * (sum(HEADS) + HEADS[0]) * HEAD_DIM + 4 * HEAD_DIM + written)

@@ -15,6 +15,7 @@ import torch
 
 from slipstream_kernels.kv_cache import FP8_DTYPE
 from slipstream_kernels.rotation import Rope
+from slipstream_kernels.token_slots import TokenSlots
 
 LATENT_GROUP = 128  # latent features per scale
 SCALE_BYTES = torch.float32.itemsize
@@ -71,14 +72,12 @@ class LatentCache:
 class StepLatents:
     """The latents of a step's tokens as projected, and what makes cache rows of them.
 
-    rows: [num_tokens, rank + rope_dim], the last dimension contiguous.  positions: [num_tokens] int64.
-    slot_mapping: [num_tokens] int64; slot = block * block_size + offset, -1 writes nothing, distinct.
+    rows: [num_tokens, rank + rope_dim], the last dimension contiguous.
     rope: of all rope_dim features, which keep their order.  norm_weight: [rank], dtype of rows.
     """
 
     rows: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    slots: TokenSlots
     rope: Rope
     norm_weight: torch.Tensor
     eps: float

@@ -84,7 +84,7 @@ from slipstream_kernels.norm.gated_mul import ACTIVATIONS, gated_mul, gelu_mul, 
 from slipstream_kernels.norm.gated_mul_fp8 import gated_mul_fp8, gelu_mul_fp8, silu_mul_fp8
 from slipstream_kernels.norm.rms_norm import rms_norm
 from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
-from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.rotation import HeadNorms, QKRope, Rope
 from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
@@ -97,6 +97,7 @@ from slipstream_kernels.spec.prepare_draft_inputs import LevelRows, prepare_draf
 from slipstream_kernels.spec.reject_drafts import reject_drafts, token_probs
 from slipstream_kernels.spec.unpack_step_inputs import ArrivedInputs, unpack_step_inputs
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, update_step_inputs
+from slipstream_kernels.token_slots import TokenSlots
 
 __all__ = [
     "ACTIVATIONS",
@@ -130,6 +131,7 @@ __all__ = [
     "LatentCache",
     "LevelRows",
     "LinearWeight",
+    "QKRope",
     "RaggedKeys",
     "RaggedMetadata",
     "Rope",
@@ -139,6 +141,7 @@ __all__ = [
     "StepLatents",
     "StepRows",
     "TokenRanges",
+    "TokenSlots",
     "TopLogprobs",
     "absorb_latent",
     "accept_drafts",

@@ -31,3 +31,11 @@ class HeadNorms:
     k: torch.Tensor
     eps: float
     after_rotation: bool = False
+
+
+@dataclass(frozen=True)
+class QKRope:
+    """What a layer does to query and key heads before they meet: an optional norm; the rotation, None with ALiBi."""
+
+    rope: Rope | None
+    norms: HeadNorms | None = None

@@ -27,7 +27,7 @@ def test_both_parts(device: torch.device, sizes: tuple[int, int, int], is_fp8: b
     positions, slots = torch.arange(num_tokens, device=device) + 3, torch.randperm(64, device=device)[:num_tokens]
     slots[num_tokens // 2] = -1
     caches = [ops.empty_latent_cache(2, 32, rank, rope_dim, FP8_DTYPE if is_fp8 else q.dtype, device) for _ in range(2)]
-    latents = ops.StepLatents(latent, positions, slots, rope, norm, 1e-6)
+    latents = ops.StepLatents(latent, ops.TokenSlots(positions, slots), rope, norm, 1e-6)
     found = ops.absorb_latent(q, keys, latents, caches[0], backend=backend)
     expected = q.new_empty(num_tokens, num_heads, rank + rope_dim)
     own = "auto" if backend == "reference" else backend
@@ -51,8 +51,10 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
         "rope: 16 features": (q, keys[:, 1:], latent),
     }.items():
         with pytest.raises(ValueError, match=named):
-            ops.absorb_latent(first, second, ops.StepLatents(third, numbers, numbers, rope, norm, 1e-6), cache)
+            ops.absorb_latent(
+                first, second, ops.StepLatents(third, ops.TokenSlots(numbers, numbers), rope, norm, 1e-6), cache
+            )
     with pytest.raises(ValueError, match="triton cannot run absorb_latent: 65 tokens"):
         many = numbers[:1].expand(65)
-        latents = ops.StepLatents(latent[:1].expand(65, 48), many, many, rope, norm, 1e-6)
+        latents = ops.StepLatents(latent[:1].expand(65, 48), ops.TokenSlots(many, many), rope, norm, 1e-6)
         ops.absorb_latent(q[:1].expand(65, 3, 40), keys, latents, cache, backend="triton")

@@ -39,7 +39,7 @@ def test_is_the_reference(
     seq_lens = torch.tensor(LENS, dtype=torch.int32)
     positions = seq_lens.long() - 1
     last_blocks = tables[torch.arange(len(LENS)), positions // BLOCK_SIZE].long()
-    slots = last_blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = ops.TokenSlots(positions, last_blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
     shape = (sum(num_blocks) + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     stored = [drawn(*shape, dtype=dtype) for _ in range(2)]
     for tensor in stored:  # what a former owner left behind the shortest request's key
@@ -51,13 +51,14 @@ def test_is_the_reference(
     q, k, v = qkv.split((GROUP * KV_HEADS, KV_HEADS, KV_HEADS), dim=1)
 
     expected_cache = ops.KvCache(*(tensor.clone() for tensor in stored))
-    rotated = ops.rope_write_kv(q, k, v, positions, slots, rope, expected_cache, norms, backend="reference")
+    qk_rope = ops.QKRope(rope, norms)
+    rotated = ops.rope_write_kv(q, k, v, slots, qk_rope, expected_cache, backend="reference")
     starts = torch.arange(len(LENS) + 1, dtype=torch.int32)
     metadata, options = ops.AttentionMetadata(tables, starts, seq_lens, 1, max(LENS)), ops.AttentionOptions(0.2, window)
     expected = ops.paged_attention(rotated, expected_cache, metadata, options, backend="reference")
 
-    cache, step = ops.KvCache(*(tensor.clone() for tensor in stored)), CpuDecodeStep(positions, slots, seq_lens, tables)
-    found = step.rotate_and_store(q, k, v, rope, cache, norms)
+    cache, step = ops.KvCache(*(tensor.clone() for tensor in stored)), CpuDecodeStep(slots, seq_lens, tables)
+    found = step.rotate_and_store(q, k, v, qk_rope, cache)
     rtol, atol = ATTENTION[dtype]
     torch.testing.assert_close(found, rotated, rtol=rtol, atol=atol)
     torch.testing.assert_close(cache.key, expected_cache.key, rtol=rtol, atol=atol, equal_nan=True)
@@ -65,7 +66,7 @@ def test_is_the_reference(
     out = step.attend(rotated, expected_cache, options)
     assert out.dtype == dtype and out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
-    alone = CpuDecodeStep(positions[4:5], slots[4:5], seq_lens[4:5], tables[4:5])
+    alone = CpuDecodeStep(ops.TokenSlots(positions[4:5], slots.slot_mapping[4:5]), seq_lens[4:5], tables[4:5])
     torch.testing.assert_close(
         alone.attend(rotated[4:5].contiguous(), expected_cache, options)[0], out[4], rtol=rtol, atol=atol
     )

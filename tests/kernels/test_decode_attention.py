@@ -86,7 +86,7 @@ def test_written_kv_reads_back(kv) -> None:
     positions = torch.arange(37)
     slots = case.block_tables[0, positions // 16].long() * 16 + positions % 16
     k, v, slots = torch.cat([k, k[:1]]), torch.cat([v, v[:1]]), torch.cat([slots, torch.tensor([-1])])
-    ops.rope_write_kv(k, k, v, slots, slots, None, case.cache)
+    ops.rope_write_kv(k, k, v, ops.TokenSlots(slots, slots), ops.QKRope(None), case.cache)
     group = case.q.view(2, 2, 64)
     scores = torch.einsum("hgd,khd->hgk", group, k[:37]) / 8
     expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:37]).reshape(1, 4, 64)

@@ -88,7 +88,7 @@ def test_written_latents_are_normed_rotated_and_gathered(device, backend, is_fp8
     wide = latent[:, :rank].double().cpu()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double().cpu()
     untouched = q[..., :8].clone()
-    latents = ops.StepLatents(latent, positions, slots, rope, weight, 1e-6)
+    latents = ops.StepLatents(latent, ops.TokenSlots(positions, slots), rope, weight, 1e-6)
     ops.write_latent(q[..., 8:], latents, cache, q[..., 8:], backend=backend)
     assert torch.equal(q[..., :8], untouched)
     rtol, atol = ELEMENTWISE[dtype]
@@ -112,7 +112,7 @@ def test_both_versions_write_the_same_fp8_row(device) -> None:
     rope, latent = make_rope(64, device), torch.randn(3, 576).to(device)
     latent[1, :128] = 0
     weight, numbers, caches = torch.ones(512, device=device), torch.arange(3, device=device), []
-    latents = ops.StepLatents(latent, numbers, numbers, rope, weight, 1e-6)
+    latents = ops.StepLatents(latent, ops.TokenSlots(numbers, numbers), rope, weight, 1e-6)
     for backend in BACKENDS:
         cache = ops.empty_latent_cache(1, 64, 512, 64, FP8_DTYPE, device)
         assert cache.rows.shape == (1, 1, 64, 656)

@@ -28,12 +28,13 @@ class Step:
     v: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    rope: ops.Rope
+    rope: ops.Rope | None
     cache: KvCache
     norms: ops.HeadNorms | None = None
 
     def run(self, backend: str) -> torch.Tensor:
-        return ops.rope_write_kv(*self.__dict__.values(), backend=backend)
+        slots, qk_rope = ops.TokenSlots(self.positions, self.slots), ops.QKRope(self.rope, self.norms)
+        return ops.rope_write_kv(self.q, self.k, self.v, slots, qk_rope, self.cache, backend=backend)
 
 
 def make_step(geometry, dtype, kv_dtype, device, interleaved=False, seed=0) -> Step:

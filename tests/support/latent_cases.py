@@ -91,7 +91,7 @@ def _write(cache: ops.LatentCache, latent: torch.Tensor, slots: torch.Tensor) ->
     rope = ops.Rope(torch.cat([torch.ones(1, cache.rope_dim // 2), torch.zeros(1, cache.rope_dim // 2)], 1).to(device))
     q = torch.zeros(len(latent), 1, cache.rope_dim, device=device, dtype=dtype)
     weight = torch.ones(cache.rank, device=device, dtype=dtype)
-    latents = ops.StepLatents(latent, torch.zeros_like(slots), slots, rope, weight, 1e-6)
+    latents = ops.StepLatents(latent, ops.TokenSlots(torch.zeros_like(slots), slots), rope, weight, 1e-6)
     ops.write_latent(q, latents, cache, q.clone(), backend="reference")
 
 

@@ -10,7 +10,7 @@ from slipstream_kernels import ops
 from slipstream_kernels.ops import Activation, ActivationQuant
 from torch import Tensor
 
-from slipstream.nn.attention import GroupedStep, LayerAttention, QKRope, StepAttention
+from slipstream.nn.attention import GroupedStep, LayerAttention, StepAttention
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import AttentionSpec
@@ -103,4 +103,4 @@ def _layer(
     options = ops.AttentionOptions(
         spec.score_scale, spec.sliding_window, spec.soft_cap, slopes, None if sinks is None else sinks.values
     )
-    return LayerAttention(QKRope(ropes.of(spec.rope), of_heads, ropes.query_scales(spec.rope)), options)
+    return LayerAttention(ops.QKRope(ropes.of(spec.rope), of_heads), options, ropes.query_scales(spec.rope))

@@ -5,41 +5,38 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.kv_cache import KvCache, check_kv_cache
-from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.rotation import HeadNorms, QKRope, Rope
 from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.token_slots import TokenSlots, check_slots
 
 
 def rope_write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope | None,
+    slots: TokenSlots,
+    qk_rope: QKRope,
     cache: KvCache,
-    norms: HeadNorms | None = None,
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Normalise (optional) and rotate q and k; store k and v in the cache's type at their slots.  One launch.
 
     q: [num_tokens, num_q_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; last dimension contiguous, may
-    be views of a fused qkv; not changed.  positions: [num_tokens] int64, each < max_pos.
-    slot_mapping: [num_tokens] int64, slot = block * block_size + offset; -1 writes nothing.  Slots must be distinct.
-    rope None: no rotation (ALiBi).  Cache formats: kv_cache.py; fp8 saturates at 448 * scale, int8 and int4 are rounded
-    to nearest, in steps of 1/127 and 1/8 of the absmax of each token's head.
+    be views of a fused qkv; not changed.
+    Cache formats: kv_cache.py; fp8 saturates at 448 * scale, int8 and int4 are rounded to nearest, in steps of 1/127
+    and 1/8 of the absmax of each token's head.
     Computed in fp32; normalised and rotated heads are rounded to q's dtype, after each of both, then stored.
     Returns the queries, [num_tokens, num_q_heads, head_dim] contiguous, dtype of q (q itself without rope and norms).
     """
-    _check_heads(q, k, v, positions, slot_mapping)
-    _check_rope(q, rope, norms)
+    _check_heads(q, k, v)
+    check_slots(slots, q.shape[0])
+    _check_rope(q, qk_rope.rope, qk_rope.norms)
     check_kv_cache(cache, k.shape[1], k.shape[2], q.dtype)
-    return select("kv.rope_write_kv", backend, q).rope_write_kv(q, k, v, positions, slot_mapping, rope, cache, norms)
+    return select("kv.rope_write_kv", backend, q).rope_write_kv(q, k, v, slots, qk_rope, cache)
 
 
-def _check_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     require_float("q", q)
     if q.dim() != 3:
         raise ValueError(f"q: shape {tuple(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
@@ -52,10 +49,6 @@ def _check_heads(
         raise ValueError(f"v: dtype {v.dtype}, expected q's {q.dtype}")
     for name, heads in (("q", q), ("k", k), ("v", v)):
         require_unit_stride(name, heads)
-    for name, numbers in (("positions", positions), ("slot_mapping", slot_mapping)):
-        require_shape(name, numbers, (q.shape[0],))
-        if numbers.dtype != torch.int64:
-            raise ValueError(f"{name}: dtype {numbers.dtype}, expected int64")
 
 
 def _check_rope(q: torch.Tensor, rope: Rope | None, norms: HeadNorms | None) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from slipstream_kernels.latent_cache import LatentCache, StepLatents, check_latent_cache
 from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.token_slots import check_slots
 
 
 def write_latent(
@@ -35,10 +36,7 @@ def check_latents(q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache
         require_unit_stride(name, tensor)
         if tensor.dtype != q_rope.dtype:
             raise ValueError(f"{name}: dtype {tensor.dtype}, expected q_rope's {q_rope.dtype}")
-    for name, numbers in (("positions", latents.positions), ("slot_mapping", latents.slot_mapping)):
-        require_shape(name, numbers, (num_tokens,))
-        if numbers.dtype != torch.int64:
-            raise ValueError(f"{name}: dtype {numbers.dtype}, expected int64")
+    check_slots(latents.slots, num_tokens)
     if not latents.rope.rotary_dim == rope_dim == cache.rope_dim:
         raise ValueError(f"rope: {latents.rope.rotary_dim} features, expected {cache.rope_dim}")
     check_latent_cache(cache, q_rope.dtype)

@@ -8,7 +8,6 @@ from slipstream.nn.attention.backend import (
     LatentLayer,
     LatentStep,
     LayerAttention,
-    QKRope,
     StepAttention,
 )
 from slipstream.nn.attention.cpu import CpuAttention
@@ -39,7 +38,6 @@ __all__ = [
     "LatentLayer",
     "LatentStep",
     "LayerAttention",
-    "QKRope",
     "SplitKVFp8Attention",
     "StepAttention",
 ]

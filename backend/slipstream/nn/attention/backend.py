@@ -15,14 +15,14 @@ from slipstream.nn.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
-class QKRope:
-    """What a layer does to its query and key heads before they meet: an optional norm and the rotation, if any.
+class LayerAttention:
+    """How a layer of grouped-query attention attends. Options of prompts in FP8 are set by key_means.py.
 
     query_scales: [num_positions] fp32, by which rotated queries are multiplied at last.
     """
 
-    rope: ops.Rope | None
-    norms: ops.HeadNorms | None = None
+    qk_rope: ops.QKRope
+    options: ops.AttentionOptions
     query_scales: Tensor | None = None
 
     def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
@@ -30,14 +30,6 @@ class QKRope:
         if self.query_scales is None:
             return q
         return q.mul_(self.query_scales[positions].to(q.dtype)[:, None, None])
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """How a layer of grouped-query attention attends. Options of prompts in FP8 are set by key_means.py."""
-
-    qk_rope: QKRope
-    options: ops.AttentionOptions
 
 
 @dataclass(frozen=True)

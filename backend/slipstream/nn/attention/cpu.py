@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.nn.attention.backend import GroupedStep, LayerAttention, latent_refusal
 from slipstream.nn.attention.paged import PagedAttention
+from slipstream.nn.attention.split_step import slots_of
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
@@ -31,8 +32,7 @@ class CpuAttention(PagedAttention):
     def plan(self, batch: ForwardBatch) -> GroupedStep:
         is_one_row_each = len(batch.token_ids) == len(batch.seq_lens) and batch.tree_mask is None
         if is_one_row_each and bool((batch.slot_mapping >= 0).all()):
-            tensors = batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables
-            return CpuDecode(ops.CpuDecodeStep(*tensors), batch, self)
+            return CpuDecode(ops.CpuDecodeStep(slots_of(batch), batch.seq_lens, batch.block_tables), batch, self)
         return super().plan(batch)
 
 
@@ -45,9 +45,8 @@ class CpuDecode:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         if cache.dtype != q.dtype:  # a draft head's: heads choose their attention before the type of the cache is known
             return PagedAttention.plan(self.attention, self.batch).forward(q, k, v, layer, cache)
-        qk_rope = layer.qk_rope
-        q = self.step.rotate_and_store(q, k, v, qk_rope.rope, cache, qk_rope.norms)
-        q = qk_rope.scale_queries(q, self.batch.positions)
+        q = self.step.rotate_and_store(q, k, v, layer.qk_rope, cache)
+        q = layer.scale_queries(q, self.batch.positions)
         return self.step.attend(q, cache, layer.options)
 
     def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:

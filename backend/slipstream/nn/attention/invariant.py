@@ -9,7 +9,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention.backend import LayerAttention, latent_refusal
-from slipstream.nn.attention.split_step import Rows, last_metadata, store_heads, trees_and_chains
+from slipstream.nn.attention.split_step import Rows, last_metadata, slots_of, store_heads, trees_and_chains
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -32,7 +32,7 @@ class InvariantAttention:
         return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantStep:
-        return InvariantStep(batch, trees_and_chains(batch))
+        return InvariantStep(batch, slots_of(batch), trees_and_chains(batch))
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,16 @@ class InvariantStep:
     """parts: as trees_and_chains makes them; the op is called for each apart."""
 
     batch: ForwardBatch
+    slots: ops.TokenSlots
     parts: tuple[Rows, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
-        q = store_heads(self.batch, q, k, v, layer, cache)
+        q = store_heads(self.slots, q, k, v, layer, cache)
         out = torch.empty_like(q)
         for rows in self.parts:
             ops.invariant_attention(q[rows.tokens], cache, rows.metadata, layer.options, out=out[rows.tokens])
         return out
 
     def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
-        q = store_heads(self.batch, q, k, v, layer, cache)[self.batch.logits_indices]
+        q = store_heads(self.slots, q, k, v, layer, cache)[self.batch.logits_indices]
         return ops.invariant_attention(q, cache, last_metadata(self.batch), layer.options) if q.shape[0] else q

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.nn.attention.backend import LatentLayer
 from slipstream.nn.attention.latent import LatentBackend, step_latents
-from slipstream.nn.attention.split_step import Rows, last_metadata, trees_and_chains
+from slipstream.nn.attention.split_step import Rows, last_metadata, slots_of, trees_and_chains
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -33,7 +33,7 @@ class InvariantLatent:
         return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantLatentStep:
-        return InvariantLatentStep(batch, trees_and_chains(batch))
+        return InvariantLatentStep(batch, slots_of(batch), trees_and_chains(batch))
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ class InvariantLatentStep:
     """parts: as trees_and_chains makes them; the op is called for each apart."""
 
     batch: ForwardBatch
+    slots: ops.TokenSlots
     parts: tuple[Rows, ...]
 
     def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
         absorbed = _absorbed(q, layer, cache)
         q_rope, q_out = q[..., layer.nope_dim :], absorbed[..., cache.rank :]
-        ops.write_latent(q_rope, step_latents(self.batch, latent, layer), cache, q_out)
+        ops.write_latent(q_rope, step_latents(self.slots, latent, layer), cache, q_out)
         latents = absorbed.new_empty(*absorbed.shape[:2], cache.rank)
         for rows in self.parts:
             own, out = absorbed[rows.tokens], latents[rows.tokens]
@@ -55,7 +56,7 @@ class InvariantLatentStep:
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
         rotated = q[..., layer.nope_dim :]
-        ops.write_latent(rotated, step_latents(self.batch, latent, layer), cache, rotated)
+        ops.write_latent(rotated, step_latents(self.slots, latent, layer), cache, rotated)
         wanted = self.batch.logits_indices
         absorbed = _absorbed(q[wanted], layer, cache)
         absorbed[..., cache.rank :] = rotated[wanted]

@@ -16,7 +16,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention.backend import LatentLayer
-from slipstream.nn.attention.split_step import Rows, decode_rows, last_metadata, rows_after
+from slipstream.nn.attention.split_step import Rows, decode_rows, last_metadata, rows_after, slots_of
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -26,7 +26,6 @@ PREFIX_TOKENS = 8192
 # Queries of the longest prompt of a step, below which its prompts with cached tokens before them are absorbed too:
 # 262,144 FLOPs a head make a token's keys and values, which save 1,536 a query (V2 and V3).
 ABSORBED_QUERIES = 170
-ALL = slice(None)  # tokens of a step
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,25 @@ class LatentBackend:
 
     def plan(self, batch: ForwardBatch) -> AbsorbedAndPrompts:
         """In a CUDA graph all rows are absorbed: what is before its prompts is not known."""
-        decodes = decode_rows(batch)
-        prompts = rows_after(batch, decodes)
+        leading = decode_rows(batch)
+        decodes, prompts = LatentRows.of(batch, leading), LatentRows.of(batch, rows_after(batch, leading))
         prefixes = batch.prompt_prefixes
         if prompts is None:
             return AbsorbedAndPrompts(batch, decodes, None, None)
         if prefixes is None or (any(prefixes) and batch.max_query_len < ABSORBED_QUERIES):
             return AbsorbedAndPrompts(batch, decodes, prompts, None)
-        num_tokens = len(batch.token_ids[prompts.tokens])
-        return AbsorbedAndPrompts(batch, decodes, None, PromptKeys.of(prompts, num_tokens, prefixes))
+        return AbsorbedAndPrompts(batch, decodes, None, PromptKeys.of(prompts, prefixes))
+
+
+@dataclass(frozen=True)
+class LatentRows(Rows):
+    """slots: of these tokens, which are stored apart from others."""
+
+    slots: ops.TokenSlots
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, rows: Rows | None) -> LatentRows | None:
+        return None if rows is None else cls(rows.tokens, rows.metadata, slots_of(batch, rows.tokens))
 
 
 @dataclass(frozen=True)
@@ -70,21 +79,20 @@ class KeyPiece:
 class PromptKeys:
     """rows: the prompts'. own: their tokens of this step; before: pieces of those that were cached before it."""
 
-    rows: Rows
+    rows: LatentRows
     own: KeyPiece
     before: tuple[KeyPiece, ...]
 
     @classmethod
-    def of(cls, rows: Rows, num_tokens: int, prefixes: Sequence[int]) -> PromptKeys:
-        """num_tokens: of these rows. prefixes: upper bounds of each prompt's cached tokens, of which the device knows
-        the numbers."""
+    def of(cls, rows: LatentRows, prefixes: Sequence[int]) -> PromptKeys:
+        """prefixes: upper bounds of each prompt's cached tokens, of which the device knows the numbers."""
         tables, starts, most = rows.metadata.block_tables, rows.metadata.query_start_loc, rows.metadata.max_query_len
         query_lens = starts.diff()
         cached = rows.metadata.seq_lens - query_lens
         own = KeyPiece(
             ops.TokenRanges(tables, cached, query_lens, starts),
             ops.RaggedMetadata(starts, starts, query_lens, most, most, is_causal=True),
-            num_tokens,
+            len(rows.slots.positions),
         )
         pieces = []
         for spans in _spans(prefixes):
@@ -119,8 +127,8 @@ class AbsorbedAndPrompts:
     """decodes: absorbed rows at the step's beginning, perhaps trees. tails: other absorbed rows. prompts: the rest."""
 
     batch: ForwardBatch
-    decodes: Rows | None
-    tails: Rows | None
+    decodes: LatentRows | None
+    tails: LatentRows | None
     prompts: PromptKeys | None
 
     def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
@@ -130,19 +138,19 @@ class AbsorbedAndPrompts:
             if rows is None:
                 continue
             tokens = rows.tokens
-            latents = step_latents(self.batch, latent, layer, tokens)
+            latents = step_latents(rows.slots, latent[tokens], layer)
             absorbed = ops.absorb_latent(q[tokens], layer.kv_b[:, : layer.nope_dim], latents, cache)
             _attend_absorbed(absorbed, cache, rows.metadata, layer, out[tokens])
         if self.prompts is not None:
             tokens = self.prompts.rows.tokens
             q_rope = q[tokens, :, layer.nope_dim :]
-            ops.write_latent(q_rope, step_latents(self.batch, latent, layer, tokens), cache, q_rope)
+            ops.write_latent(q_rope, step_latents(self.prompts.rows.slots, latent[tokens], layer), cache, q_rope)
             _attend_prompts(self.prompts, q[tokens], layer, cache, out[tokens])
         return out
 
     def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
         q_rope = q[..., layer.nope_dim :]
-        ops.write_latent(q_rope, step_latents(self.batch, latent, layer), cache, q_rope)
+        ops.write_latent(q_rope, step_latents(slots_of(self.batch), latent, layer), cache, q_rope)
         q = q[self.batch.logits_indices]
         out = q.new_empty(*q.shape[:2], layer.kv_b.shape[1] - layer.nope_dim)
         if q.shape[0]:
@@ -182,7 +190,6 @@ def _attend_piece(piece: KeyPiece, q: Tensor, layer: LatentLayer, cache: ops.Lat
     return lse
 
 
-def step_latents(batch: ForwardBatch, latent: Tensor, layer: LatentLayer, tokens: slice = ALL) -> ops.StepLatents:
-    """What these tokens of a step store. latent: of all tokens, as projected."""
-    positions, slots = batch.positions[tokens], batch.slot_mapping[tokens]
-    return ops.StepLatents(latent[tokens], positions, slots, layer.rope, layer.norm_weight, layer.norm_eps)
+def step_latents(slots: ops.TokenSlots, latent: Tensor, layer: LatentLayer) -> ops.StepLatents:
+    """What some tokens of a step store. latent: of these tokens, as projected."""
+    return ops.StepLatents(latent, slots, layer.rope, layer.norm_weight, layer.norm_eps)

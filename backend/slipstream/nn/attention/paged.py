@@ -8,7 +8,7 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.nn.attention.backend import GroupedStep, latent_refusal
-from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
+from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after, slots_of
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -35,4 +35,4 @@ class PagedAttention:
         """All rows go to the paged op, which knows no trees: rows of a tree go to the invariant op, which does."""
         decodes = None if batch.tree_mask is None else decode_rows(batch)
         prompts = rows_after(batch, decodes)
-        return SplitStep(batch, decodes, prompts, has_decode_kernel=False)
+        return SplitStep(batch, slots_of(batch), decodes, prompts, has_decode_kernel=False)

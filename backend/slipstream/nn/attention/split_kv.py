@@ -11,7 +11,7 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.nn.attention.backend import latent_refusal
-from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
+from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after, slots_of
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.layer_spec import AttentionSpec
@@ -48,7 +48,7 @@ class SplitKVAttention:
         has_decode_kernel = batch.seq_lens.shape[0] <= ops.MAX_DECODE_REQUESTS
         decodes = decode_rows(batch) if has_decode_kernel or batch.tree_mask is not None else None
         prompts = rows_after(batch, decodes)
-        return SplitStep(batch, decodes, prompts, has_decode_kernel)
+        return SplitStep(batch, slots_of(batch), decodes, prompts, has_decode_kernel)
 
 
 class SplitKVFp8Attention(SplitKVAttention):

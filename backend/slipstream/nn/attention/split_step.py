@@ -14,6 +14,8 @@ from torch import Tensor
 from slipstream.nn.attention.backend import LayerAttention
 from slipstream.nn.batch import ForwardBatch
 
+ALL = slice(None)  # tokens of a step
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -31,12 +33,13 @@ class SplitStep:
     """
 
     batch: ForwardBatch
+    slots: ops.TokenSlots
     decodes: Rows | None
     prompts: Rows | None
     has_decode_kernel: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
-        q = store_heads(self.batch, q, k, v, layer, cache)
+        q = store_heads(self.slots, q, k, v, layer, cache)
         out = torch.empty_like(q)
         of_decodes = ops.decode_attention if self.has_decode_kernel else ops.invariant_attention
         for attend, rows in ((of_decodes, self.decodes), (ops.paged_attention, self.prompts)):
@@ -45,7 +48,7 @@ class SplitStep:
         return out
 
     def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
-        q = store_heads(self.batch, q, k, v, layer, cache)[self.batch.logits_indices]
+        q = store_heads(self.slots, q, k, v, layer, cache)[self.batch.logits_indices]
         if q.shape[0]:
             attend = ops.decode_attention if self.has_decode_kernel else ops.paged_attention
             q = attend(q, cache, last_metadata(self.batch), layer.options)
@@ -53,12 +56,16 @@ class SplitStep:
 
 
 def store_heads(
-    batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache
+    slots: ops.TokenSlots, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache
 ) -> Tensor:
     """The queries, normalised and rotated; keys, too, which go to the batch's slots with the values."""
-    qk_rope = layer.qk_rope
-    q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, qk_rope.rope, cache, qk_rope.norms)
-    return qk_rope.scale_queries(q, batch.positions)
+    q = ops.rope_write_kv(q, k, v, slots, layer.qk_rope, cache)
+    return layer.scale_queries(q, slots.positions)
+
+
+def slots_of(batch: ForwardBatch, tokens: slice = ALL) -> ops.TokenSlots:
+    """Where some tokens of a step are."""
+    return ops.TokenSlots(batch.positions[tokens], batch.slot_mapping[tokens])
 
 
 def decode_rows(batch: ForwardBatch) -> Rows | None:
@@ -106,7 +113,7 @@ def rows_after(batch: ForwardBatch, decodes: Rows | None) -> Rows | None:
 
     Lengths are copied: for a view whose pointer 16 does not divide, Triton-lang compiles the kernels once more.
     """
-    tables, starts, seq_lens, tokens = batch.block_tables, batch.query_start_loc, batch.seq_lens, slice(None)
+    tables, starts, seq_lens, tokens = batch.block_tables, batch.query_start_loc, batch.seq_lens, ALL
     if decodes is not None:
         first, num_tokens = decodes.metadata.num_requests, decodes.tokens.stop
         if first == seq_lens.shape[0]:

@@ -14,7 +14,8 @@ from slipstream_kernels.attention.attention_call import AttentionOptions
 from slipstream_kernels.attention.reference.paged_attention import GATHER_BYTES, bucket_blocks, matmul_dtype
 from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.norm.rms_norm import rms_norm
-from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.rotation import QKRope, Rope
+from slipstream_kernels.token_slots import TokenSlots
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,14 +31,13 @@ class _Piece:
 
 @dataclass
 class CpuDecodeStep:
-    """positions, slot_mapping (none is -1), seq_lens, block_tables: of one row per request, as ops.paged_attention and
-    ops.rope_write_kv take them.  Each layer calls rotate_and_store, then attend.
+    """slots (none is -1), seq_lens, block_tables: of one row per request, as ops.rope_write_kv and
+    ops.paged_attention take them.  Each layer calls rotate_and_store, then attend.
 
     The other fields keep what layers share, by what it depends on: the rope, the shape of the cache, the window.
     """
 
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    slots: TokenSlots
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     _angles: dict[int, Angles] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class CpuDecodeStep:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        rope: Rope | None,
+        qk_rope: QKRope,
         cache: KvCache,
-        norms: HeadNorms | None,
     ) -> torch.Tensor:
         """As ops.rope_write_kv, for a cache of the heads' own type.  Returns the queries, contiguous."""
+        rope, norms = qk_rope.rope, qk_rope.norms
         if norms is not None and not norms.after_rotation:
             q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
         if rope is not None:
@@ -81,7 +81,7 @@ class CpuDecodeStep:
         """cos [rows, 1, head_dim], 1 beyond rotary_dim; sin [rows, 1, rotary_dim / 2]."""
         found = self._angles.get(id(rope))
         if found is None:
-            cos, sin = rope.cos_sin.index_select(0, self.positions)[:, None].chunk(2, dim=-1)
+            cos, sin = rope.cos_sin.index_select(0, self.slots.positions)[:, None].chunk(2, dim=-1)
             twice = cos.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((cos, cos), dim=-1)
             rest = twice.new_ones(len(twice), 1, head_dim - rope.rotary_dim)
             found = self._angles[id(rope)] = torch.cat((twice, rest), dim=-1), sin.contiguous()
@@ -92,8 +92,9 @@ class CpuDecodeStep:
         found = self._slots.get(shape)
         if found is None:
             _, num_heads, block_size, _ = shape
-            tiles = (self.slot_mapping // block_size)[:, None] * num_heads + torch.arange(num_heads)
-            found = self._slots[shape] = (tiles * block_size + (self.slot_mapping % block_size)[:, None]).view(-1)
+            slots = self.slots.slot_mapping
+            tiles = (slots // block_size)[:, None] * num_heads + torch.arange(num_heads)
+            found = self._slots[shape] = (tiles * block_size + (slots % block_size)[:, None]).view(-1)
         return found
 
     def _pieces_of(self, cache: KvCache) -> list[_Piece]:

@@ -7,28 +7,28 @@ import torch
 from slipstream_kernels.kv.reference.quantized_kv import LARGEST, quantize_rows
 from slipstream_kernels.kv_cache import FP8_DTYPE, TOKEN_SCALED_DTYPES, KvCache
 from slipstream_kernels.norm.reference.rms_norm import rms_norm
-from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.rotation import HeadNorms, QKRope, Rope
+from slipstream_kernels.token_slots import TokenSlots
 
 
 def rope_write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope | None,
+    slots: TokenSlots,
+    qk_rope: QKRope,
     cache: KvCache,
-    norms: HeadNorms | None,
 ) -> torch.Tensor:
     """See ops.rope_write_kv."""
+    rope, norms = qk_rope.rope, qk_rope.norms
     if norms is not None and not norms.after_rotation:
         q, k = _head_norms(q, k, norms)
     if rope is not None:
-        cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = rope.cos_sin.index_select(0, slots.positions).unsqueeze(1).chunk(2, dim=-1)
         q, k = (rotate(x, cos, sin, rope) for x in (q, k))
     if norms is not None and norms.after_rotation:
         q, k = _head_norms(q, k, norms)
-    _append(k, v, cache, slot_mapping)
+    _append(k, v, cache, slots.slot_mapping)
     return q
 
 

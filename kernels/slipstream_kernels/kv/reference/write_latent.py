@@ -15,8 +15,8 @@ SMALLEST_ABSMAX = 1e-12  # of a group of zeros, whose scale must not be zero
 
 def write_latent(q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache, q_out: torch.Tensor) -> None:
     """See ops.write_latent."""
-    rows, rope, slots = latents.rows, latents.rope, latents.slot_mapping
-    cos, sin = rope.cos_sin.index_select(0, latents.positions).unsqueeze(1).chunk(2, dim=-1)
+    rows, rope, slots = latents.rows, latents.rope, latents.slots.slot_mapping
+    cos, sin = rope.cos_sin.index_select(0, latents.slots.positions).unsqueeze(1).chunk(2, dim=-1)
     q_out.copy_(rotate(q_rope, cos, sin, rope))
     values = rms_norm(rows[:, : cache.rank], latents.norm_weight, latents.eps, None, None)
     assert isinstance(values, torch.Tensor)  # without a residual there is one result

@@ -64,12 +64,12 @@ def absorb_latent(
         return
     tiles, shape = tiles_of(num_tokens, weight), written_shape(num_heads, latents.rope, cache)
     num_parts = 1 + triton.cdiv(num_heads, shape["HEADS"])
-    rows, values = latents.rows, cache.values
+    rows, slots, values = latents.rows, latents.slots, cache.values
     scales = cache.scales if cache.is_fp8 else values
     _absorb_latent_kernel[(tiles.num_programs + num_tokens * num_parts,)](
         q_nope, weight, absorbed, q_nope.stride(0), q_nope.stride(1), *weight.stride(), absorbed.stride(0),
         absorbed.stride(1), num_tokens, in_features, tiles.num_programs, q_rope, absorbed[..., cache.rank :], rows,
-        latents.norm_weight, latents.positions, latents.slot_mapping, latents.rope.cos_sin, values, scales, cache.rope,
+        latents.norm_weight, slots.positions, slots.slot_mapping, latents.rope.cos_sin, values, scales, cache.rope,
         rows.stride(0), values.stride(0), scales.stride(0), cache.rope.stride(0), latents.eps,
         PADDED=tiles.padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, num_warps=4, **shape,
         **dependent_launch(q_nope.device),

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from slipstream_kernels.kv.triton.kv_formats import FP8, INT8, PLAIN, kv_format
 from slipstream_kernels.kv_cache import KvCache
-from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.rotation import QKRope
+from slipstream_kernels.token_slots import TokenSlots
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
 from slipstream_kernels.triton.step_kernel import step_kernel
@@ -167,13 +168,12 @@ def rope_write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope | None,
+    slots: TokenSlots,
+    qk_rope: QKRope,
     cache: KvCache,
-    norms: HeadNorms | None,
 ) -> torch.Tensor:
     """See ops.rope_write_kv."""
+    rope, norms = qk_rope.rope, qk_rope.norms
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, dim_padded = k.shape[1], triton.next_power_of_2(head_dim)
     turns_q = rope is not None or norms is not None
@@ -191,9 +191,9 @@ def rope_write_kv(
         k,
         v,
         out,
-        positions,
-        slot_mapping,
-        positions if rope is None else rope.cos_sin,
+        slots.positions,
+        slots.slot_mapping,
+        slots.positions if rope is None else rope.cos_sin,
         q if norms is None else norms.q,
         k if norms is None else norms.k,
         cache.key,

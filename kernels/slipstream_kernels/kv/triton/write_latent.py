@@ -117,11 +117,11 @@ def write_latent(q_rope: torch.Tensor, latents: StepLatents, cache: LatentCache,
     num_tokens, num_heads, _ = q_rope.shape
     if num_tokens == 0:
         return
-    rows, values = latents.rows, cache.values
+    rows, slots, values = latents.rows, latents.slots, cache.values
     scales = cache.scales if cache.is_fp8 else values
     shape = written_shape(num_heads, latents.rope, cache)
     _write_latent_kernel[(num_tokens, 1 + triton.cdiv(num_heads, shape["HEADS"]))](
-        q_rope, q_out, rows, latents.norm_weight, latents.positions, latents.slot_mapping, latents.rope.cos_sin, values,
+        q_rope, q_out, rows, latents.norm_weight, slots.positions, slots.slot_mapping, latents.rope.cos_sin, values,
         scales, cache.rope, q_rope.stride(0), q_rope.stride(1), q_out.stride(0), q_out.stride(1), rows.stride(0),
         values.stride(0), scales.stride(0), cache.rope.stride(0), latents.eps, num_warps=2, **shape,
         **dependent_launch(q_rope.device),
