@@ -169,16 +169,16 @@ def sampling_cases(s: Shapes, device: torch.device, backend: str) -> Iterator[Ca
     shape, size = f"{num_rows} x {s.vocab_size}", float(logits.numel() * 4)
     top_k, top_p, min_p = (50 * ones).int(), 0.9 * ones, 0.05 * ones
 
-    kinds: dict[str, tuple[torch.Tensor | None, ...]] = {
-        "greedy": (None, None, None, None),
-        "plain": (ones, None, None, None),
-        "top-k 50": (ones, top_k, None, None),
-        "top-p 0.9": (ones, None, top_p, None),
-        "all three": (ones, top_k, top_p, min_p),
+    kinds = {
+        "greedy": ops.SamplingMetadata(),
+        "plain": ops.SamplingMetadata(ones),
+        "top-k 50": ops.SamplingMetadata(ones, top_k),
+        "top-p 0.9": ops.SamplingMetadata(ones, top_p=top_p),
+        "all three": ops.SamplingMetadata(ones, top_k, top_p, min_p),
     }
     for name, rows in (("sample fp32", logits), ("sample bf16", logits.bfloat16())):
-        for kind, (temperature, *filters) in kinds.items():
-            run = partial(ops.sample, rows, temperature, *filters, counter, counter, backend=backend)
+        for kind, metadata in kinds.items():
+            run = partial(ops.sample, rows, metadata, counter, counter, backend=backend)
             yield Case(f"{name} {kind}", shape, run, num_bytes=float(rows.numel() * rows.element_size()))
     token_ids = torch.randint(s.vocab_size, (num_rows, 512), device=device)
     lens = torch.full((num_rows,), 256, dtype=torch.int32, device=device)

@@ -87,6 +87,7 @@ from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
 from slipstream_kernels.rotation import HeadNorms, QKRope, Rope
 from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
+from slipstream_kernels.sample.metadata import SamplingMetadata
 from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
 from slipstream_kernels.sample.sample import greedy, sample
 from slipstream_kernels.sample.scale_logits import scale_logits
@@ -94,7 +95,7 @@ from slipstream_kernels.sample.token_masks import apply_token_masks
 from slipstream_kernels.select import BACKENDS, select
 from slipstream_kernels.spec.accept_drafts import AcceptedRows, accept_drafts, empty_accepted_rows
 from slipstream_kernels.spec.prepare_draft_inputs import LevelRows, prepare_draft_inputs
-from slipstream_kernels.spec.reject_drafts import reject_drafts, token_probs
+from slipstream_kernels.spec.reject_drafts import DrawnDrafts, reject_drafts, token_probs
 from slipstream_kernels.spec.unpack_step_inputs import ArrivedInputs, unpack_step_inputs
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, update_step_inputs
 from slipstream_kernels.token_slots import TokenSlots
@@ -122,6 +123,7 @@ __all__ = [
     "AttentionOptions",
     "CpuDecodeStep",
     "DraftRows",
+    "DrawnDrafts",
     "Fp8Rows",
     "Fp8Scheme",
     "HeadNorms",
@@ -137,6 +139,7 @@ __all__ = [
     "Rope",
     "Routing",
     "RoutingRule",
+    "SamplingMetadata",
     "SlotTable",
     "StepLatents",
     "StepRows",

@@ -28,6 +28,7 @@ from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.sampler import Draws
 from slipstream.worker.spec_decode.speculator import measured_costs
 from slipstream.worker.spec_decode.verification import DraftedRequest, Verification
+from slipstream_kernels import ops
 from speculation_config import speculation_config
 from tiny_model import make_tiny_llama
 
@@ -104,7 +105,7 @@ def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list
     verification = Verification([scheduled(mode, parents, tokens)], config)
     logits = torch.tensor(probs).log()
     rows = len(probs)
-    draws = Draws(torch.ones(rows), None, None, None, torch.zeros(rows, dtype=torch.int64))
+    draws = Draws(ops.SamplingMetadata(torch.ones(rows)), torch.zeros(rows, dtype=torch.int64))
     assert verification.needs_judge
     token_ids = verification.judge(logits, draws, torch.arange(rows), torch.tensor(drawn))
     return accepted(verification, parents, tokens, token_ids).token_ids

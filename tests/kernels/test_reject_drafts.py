@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from slipstream_kernels import ops
@@ -17,10 +19,8 @@ FILTERS = {
 }
 
 
-def columns(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
+def columns(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> ops.SamplingMetadata:
+    return ops.SamplingMetadata(
         torch.full((NUM_ROWS,), temperature),
         torch.full((NUM_ROWS,), top_k, dtype=torch.int32),
         torch.full((NUM_ROWS,), top_p),
@@ -51,13 +51,12 @@ def test_the_target_is_kept(name: str, likeness: float) -> None:
     rows = lambda logits: logits.expand(NUM_ROWS, -1).contiguous()  # noqa: E731
     filters = columns(**FILTERS[name])  # type: ignore[arg-type]
     numbers = torch.arange(NUM_ROWS, dtype=torch.int64)
-    drawn_from = ops.token_probs(rows(draft), *filters)
-    drafts = ops.sample(rows(draft), *filters, numbers, numbers + 1)
+    drawn_from = ops.token_probs(rows(draft), filters)
+    drafts = ops.sample(rows(draft), filters, numbers, numbers + 1)
     assert chi_square(drafts, drawn_from[0]) < LIMIT
-    found = ops.reject_drafts(
-        rows(target), drawn_from, drafts, *filters, accept_seeds=~numbers, recover_seeds=numbers ^ 77, positions=numbers
-    )
-    probs = ops.token_probs(rows(target), *filters)[0]
+    drawn = ops.DrawnDrafts(drafts, drawn_from, accept_seeds=~numbers, recover_seeds=numbers ^ 77)
+    found = ops.reject_drafts(rows(target), filters, drawn, numbers)
+    probs = ops.token_probs(rows(target), filters)[0]
     assert chi_square(found, probs) < LIMIT
     taken = float((found == drafts).double().mean())
     overlap = float(torch.minimum(probs, drawn_from[0]).sum())
@@ -68,6 +67,23 @@ def test_token_probs_are_what_sample_draws_from() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5)).expand(NUM_ROWS, -1).contiguous()
     filters = columns(0.8, 6, 0.9, 0.05)
     numbers = torch.arange(NUM_ROWS, dtype=torch.int64)
-    probs = ops.token_probs(logits, *filters)[0]
-    assert chi_square(ops.sample(logits, *filters, numbers, numbers), probs) < LIMIT
+    probs = ops.token_probs(logits, filters)[0]
+    assert chi_square(ops.sample(logits, filters, numbers, numbers), probs) < LIMIT
     assert float(probs.sum()) == pytest.approx(1.0) and int((probs > 0).sum()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("drafts.probs: shape", lambda d: {"probs": d.probs[:, 1:]}),
+        ("drafts.token_ids: dtype", lambda d: {"token_ids": d.token_ids.int()}),
+        ("recover_seeds: shape", lambda d: {"recover_seeds": d.recover_seeds[1:]}),
+    ],
+)
+def test_what_does_not_fit_is_named(name: str, change) -> None:
+    logits, numbers, metadata = torch.zeros(3, VOCAB), torch.arange(3), ops.SamplingMetadata(torch.ones(3))
+    drafts = ops.DrawnDrafts(numbers, torch.full((3, VOCAB), 1 / VOCAB), numbers, numbers)
+    with pytest.raises(ValueError, match=f"^{name}"):
+        ops.reject_drafts(logits, metadata, replace(drafts, **change(drafts)), numbers)
+    with pytest.raises(ValueError, match=r"^temperature: None"):
+        ops.reject_drafts(logits, ops.SamplingMetadata(), drafts, numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sampling_cases import random_rows
+from sampling_cases import random_rows, sample_rows
 from slipstream_kernels import ops
 
 BACKENDS = ["reference", "triton"]
@@ -27,7 +27,7 @@ def draws(logits: torch.Tensor, num_draws: int, backend: str, by: str = "seed", 
         )
     seeds, positions = (counter * 7919 + (5 << 40), zeros) if by == "seed" else (zeros + 3, counter)
     temperature = torch.full((num_draws,), 0.8, device=device)
-    return ops.sample(rows, temperature, **columns, seeds=seeds, positions=positions, backend=backend)
+    return sample_rows(rows, seeds, positions, backend, temperature=temperature, **columns)
 
 
 def chi_squared(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[float, int]:
@@ -78,15 +78,15 @@ def test_triton_draws_the_references_tokens(device, vocab_size, dtype) -> None:
     rows["logits"][3:5] = rows["logits"][3:5].round()
     for unused in ((), ("top_k",), ("top_p", "min_p")):
         case = {name: None if name in unused else tensor for name, tensor in rows.items()}
-        assert torch.equal(ops.sample(**case, backend="triton"), ops.sample(**case, backend="reference"))
+        assert torch.equal(sample_rows(**case, backend="triton"), sample_rows(**case, backend="reference"))
 
 
 def test_a_row_does_not_depend_on_the_batch(device, backend) -> None:
     rows = random_rows(10, 700, device)
-    together = ops.sample(**rows, backend=backend)
+    together = sample_rows(**rows, backend=backend)
     for row in range(10):
         alone = {name: tensor[row : row + 1] for name, tensor in rows.items()}
-        assert ops.sample(**alone, backend=backend).item() == together[row].item()
+        assert sample_rows(**alone, backend=backend).item() == together[row].item()
 
 
 def test_greedy_takes_the_first_of_equals(device, backend) -> None:
@@ -95,9 +95,9 @@ def test_greedy_takes_the_first_of_equals(device, backend) -> None:
     logits[2] = float("-inf")
     zero = torch.zeros(3, device=device)
     counter = torch.zeros(3, dtype=torch.int64, device=device)
-    assert ops.sample(logits, None, None, None, None, None, None, backend=backend).tolist() == [0, 1200, 0]
-    assert ops.sample(logits, zero, None, None, None, counter, counter, backend=backend).tolist() == [0, 1200, 0]
-    assert ops.sample(logits, zero + 1, None, None, None, counter, counter, backend=backend)[2].item() == 0
+    assert ops.sample(logits, ops.SamplingMetadata(), None, None, backend=backend).tolist() == [0, 1200, 0]
+    assert ops.sample(logits, ops.SamplingMetadata(zero), counter, counter, backend=backend).tolist() == [0, 1200, 0]
+    assert ops.sample(logits, ops.SamplingMetadata(zero + 1), counter, counter, backend=backend)[2].item() == 0
 
 
 def test_greedy_fills_what_is_given(device, backend) -> None:
@@ -124,9 +124,9 @@ def test_flat_rows_need_more_than_the_largest_tokens(device, filters) -> None:
     )
     for name, value in filters.items():
         rows[name] = torch.full((4,), value, device=device).to(torch.int32 if name == "top_k" else torch.float32)
-    tokens = ops.sample(**rows, backend="reference")
+    tokens = sample_rows(**rows, backend="reference")
     ranks = (rows["logits"] > rows["logits"].gather(1, tokens[:, None])).sum(-1)
-    assert torch.equal(tokens, ops.sample(**rows, backend="triton"))
+    assert torch.equal(tokens, sample_rows(**rows, backend="triton"))
     assert ranks.max() > 256
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper import assert_compiles_well
-from sampling_cases import random_rows
+from sampling_cases import random_rows, sample_rows
 from slipstream_kernels import ops
 from slipstream_kernels.sample.cuda import sample as cuda_sample
 
@@ -20,7 +20,7 @@ def test_refusal_says_why() -> None:
     rows = random_rows(2, 64, torch.device("cpu"))
     assert cuda_sample.refusal(rows["logits"]) == "logits are on cpu"
     with pytest.raises(ValueError, match="cuda cannot run sample: logits are on cpu"):
-        ops.sample(**rows, backend="cuda")
+        sample_rows(**rows, backend="cuda")
     with pytest.raises(ValueError, match="cuda cannot run sample: no row is filtered"):
         ops.greedy(rows["logits"], backend="cuda")
 
@@ -37,9 +37,9 @@ def test_draws_the_references_tokens(hopper, vocab_size, dtype) -> None:
     rows["logits"][5] /= 30
     for unused in UNUSED:
         case = {name: None if name in unused else tensor for name, tensor in rows.items()}
-        drawn = ops.sample(**case, backend="cuda")
-        assert torch.equal(drawn, ops.sample(**case, backend="reference"))
-        assert torch.equal(drawn, ops.sample(**case, backend="cuda"))
+        drawn = sample_rows(**case, backend="cuda")
+        assert torch.equal(drawn, sample_rows(**case, backend="reference"))
+        assert torch.equal(drawn, sample_rows(**case, backend="cuda"))
 
 
 def test_rows_that_no_filter_and_no_noise_touch(hopper) -> None:
@@ -48,7 +48,7 @@ def test_rows_that_no_filter_and_no_noise_touch(hopper) -> None:
     rows["temperature"] = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 0.5], device=hopper)
     rows["top_k"] = torch.tensor([5, 0, 5, 0, 0, 0], dtype=torch.int32, device=hopper)
     rows["top_p"], rows["min_p"] = torch.ones(6, device=hopper), None
-    assert torch.equal(ops.sample(**rows, backend="cuda"), ops.sample(**rows, backend="reference"))
+    assert torch.equal(sample_rows(**rows, backend="cuda"), sample_rows(**rows, backend="reference"))
     rows["logits"] = rows["logits"][:, 1:1002]
     assert cuda_sample.refusal(rows["logits"]) == "logits has rows that do not begin at multiples of 16 bytes"
-    assert torch.equal(ops.sample(**rows), ops.sample(**rows, backend="reference"))
+    assert torch.equal(sample_rows(**rows), sample_rows(**rows, backend="reference"))

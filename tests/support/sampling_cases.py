@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import torch
+from slipstream_kernels import ops
+
+
+def sample_rows(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, backend: str = "auto", **columns: torch.Tensor
+) -> torch.Tensor:
+    """ops.sample of what random_rows makes."""
+    return ops.sample(logits, ops.SamplingMetadata(**columns), seeds, positions, backend=backend)
 
 
 def random_rows(num_rows: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The arguments of ops.sample."""
+    """The fields of ops.sample's arguments."""
     generator = torch.Generator().manual_seed(vocab_size)
 
     def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from slipstream_kernels.sample.metadata import SamplingMetadata
 from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select, select_cuda
 
 
 def sample(
     logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
+    metadata: SamplingMetadata,
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
     *,
@@ -20,21 +18,16 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token id per row: [num_rows] int64.
 
-    logits: [num_rows, vocab_size] fp32, bf16 or fp16, unchanged; -inf forbids a token.  The rest are [num_rows] or
-    None (no row uses it): temperature fp32, 0 = greedy (highest logit, lowest id among equals); None = all rows greedy.
-    top_k int32, <= 0 off; top_p fp32, >= 1 off; min_p fp32, <= 0 off (share of the most likely token's probability).
-    Filters act on the tempered distribution in that order, as in vLLM and Hugging Face; tokens equal to the last one
-    kept stay.
-    seeds, positions: int64 (any seed; position of the token being drawn), needed unless every row is greedy.
+    logits: [num_rows, vocab_size] fp32, bf16 or fp16, unchanged; -inf forbids a token.
+    seeds, positions: [num_rows] int64 (any seed; position of the token being drawn), needed unless every row is greedy.
     Draws by the Gumbel-max trick with counter-based noise hash(seed, position, token id): a row's result does not
     depend on the other rows, and all implementations use the same noise (they can differ only where fp32 rounding
     decides).
     backend: "cuda" (filtered rows on Hopper; ValueError if it cannot run), "triton", "reference"; "auto": the first of
     these that can run.
     """
-    _check(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    call = (logits, temperature, top_k, top_p, min_p, seeds, positions)
-    is_filtered = temperature is not None and not (top_k is None and top_p is None and min_p is None)
+    _check(logits, metadata, seeds, positions)
+    is_filtered = metadata.temperature is not None and any(column is not None for column in metadata.filters)
     version = select_cuda(
         "sample.sample",
         "sample.sample",
@@ -42,7 +35,7 @@ def sample(
         logits.is_cuda and is_filtered,
         lambda cuda: cuda.refusal(logits) if is_filtered else "no row is filtered",
     )
-    return (version or select("sample.sample", backend, logits)).sample(*call)
+    return (version or select("sample.sample", backend, logits)).sample(logits, metadata, seeds, positions)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None, *, backend: str = "auto") -> torch.Tensor:
@@ -51,7 +44,7 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None, *, backend: st
     out: contiguous, of this shape and dtype, to hold them; then backend is "triton", "reference" or "auto".
     """
     if out is None:
-        return sample(logits, None, None, None, None, None, None, backend=backend)
+        return sample(logits, SamplingMetadata(), None, None, backend=backend)
     _check_logits(logits)
     require_shape("out", out, (logits.shape[0],))
     if out.dtype != torch.int64 or not out.is_contiguous():
@@ -67,20 +60,14 @@ def _check_logits(logits: torch.Tensor) -> None:
 
 
 def _check(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
+    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor | None, positions: torch.Tensor | None
 ) -> None:
     _check_logits(logits)
     expected = (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
+        ("temperature", metadata.temperature, torch.float32),
+        ("top_k", metadata.top_k, torch.int32),
+        ("top_p", metadata.top_p, torch.float32),
+        ("min_p", metadata.min_p, torch.float32),
         ("seeds", seeds, torch.int64),
         ("positions", positions, torch.int64),
     )
@@ -90,5 +77,5 @@ def _check(
         require_shape(name, tensor, (logits.shape[0],))
         if tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(f"{name}: dtype {tensor.dtype}, expected contiguous {dtype}")
-    if temperature is not None and (seeds is None or positions is None):
+    if metadata.temperature is not None and (seeds is None or positions is None):
         raise ValueError("seeds, positions: needed when temperature is given")

@@ -79,12 +79,9 @@ class PendingTokens:
 
 
 class Draws(NamedTuple):
-    """Arguments of ops.sample, [num_rows] each."""
+    """Arguments of ops.sample.  seeds: [num_rows] int64."""
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    min_p: torch.Tensor | None
+    metadata: ops.SamplingMetadata
     seeds: torch.Tensor
 
 
@@ -186,7 +183,8 @@ class Sampler:
         ops.greedy(logits)
         scores, one = logits.float(), torch.ones(1, device=self._device)
         ops.greedy(scores)
-        ops.sample(scores, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
+        metadata = ops.SamplingMetadata(one, one.int(), 0.5 * one, 0.5 * one)
+        ops.sample(scores, metadata, one.long(), one.long())
         history, count = one.int()[None], one.int()
         ops.apply_penalties(scores, history, count, count, repetition=one, presence=one, frequency=one)
         ops.apply_bias(scores, 0 * one.long(), one.long(), one)
@@ -249,7 +247,7 @@ class Sampler:
             columns["min_p"] = np.array(min_p, np.float32)
         packed = dict(zip(columns, pack(list(columns.values()), self._device)))
         filters = packed.get("top_k"), packed.get("top_p"), packed.get("min_p")
-        return Draws(packed["temperature"], *filters, packed["seeds"])
+        return Draws(ops.SamplingMetadata(packed["temperature"], *filters), packed["seeds"])
 
     def _penalties(self, requests: list[RequestState]) -> _Penalties:
         params = [request.params for request in requests]

@@ -190,8 +190,9 @@ class DraftModelProposer:
         states = [one.request for one in requests]
         params = [state.params for state in states]
         floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
-        filters = (
-            floats([p.temperature for p in params]),
+        temperature = floats([p.temperature for p in params])
+        metadata = ops.SamplingMetadata(
+            temperature,
             to_device([max(0, p.top_k) for p in params], torch.int32, self._device),
             floats([p.top_p for p in params]),
             floats([p.min_p for p in params]),
@@ -200,12 +201,12 @@ class DraftModelProposer:
         positions = [state.num_tokens + level for state in states]
         token_ids = ops.sample(
             logits,
-            *filters,
+            metadata,
             to_device([seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds], torch.int64, self._device),
             to_device(positions, torch.int64, self._device),
         )
         if any(map(_rejects, states)):
-            probs.append(ops.token_probs(logits, filters[0].clamp(min=1e-5), *filters[1:]))
+            probs.append(ops.token_probs(logits, replace(metadata, temperature=temperature.clamp(min=1e-5))))
         return token_ids
 
 

@@ -147,7 +147,8 @@ class Verification:
 
     def _measure(self, logits: torch.Tensor, draws: Draws) -> None:
         """Mark the drafts that the lossy modes accept, and score each by the log-probability of its path."""
-        device = logits.device
+        device, temperature = logits.device, draws.metadata.temperature
+        assert temperature is not None  # a step of greedy rows has no judge
         marks = torch.zeros(self.num_rows, dtype=torch.int8, device=device)
         scores = torch.zeros(self.num_rows, dtype=torch.float32, device=device)
         for index in self._judged:
@@ -155,7 +156,7 @@ class Verification:
             parents, num_drafts = one.draft_parents, one.num_drafts
             after = [first + 1 + parent for parent in parents_of(parents, num_drafts)]
             row_of = to_device(after, torch.int64, device)
-            probs = torch.softmax(logits[row_of] / draws.temperature[row_of][:, None], dim=-1)
+            probs = torch.softmax(logits[row_of] / temperature[row_of][:, None], dim=-1)
             drafts = to_device(list(one.draft_token_ids), torch.int64, device)
             sees = _ancestors(parents, num_drafts, device)
             own = slice(first + 1, first + 1 + num_drafts)
@@ -194,17 +195,11 @@ class Verification:
             tokens += one.draft_token_ids
             assert one.draft_probs is not None
             drawn_from.append(one.draft_probs)
-        row_of, drafts = to_device(rows, torch.int64, device), to_device(tokens, torch.int64, device)
-        part = Draws(*(None if column is None else column[row_of] for column in draws))  # type: ignore[arg-type]
-        replaced = ops.reject_drafts(
-            logits[row_of],
-            torch.cat(drawn_from),
-            drafts,
-            *part[:4],
-            accept_seeds=part.seeds ^ _ACCEPT_SALT,
-            recover_seeds=part.seeds ^ _RECOVER_SALT,
-            positions=positions[row_of] + 1,
-        )
+        row_of, drafted = to_device(rows, torch.int64, device), to_device(tokens, torch.int64, device)
+        seeds = draws.seeds[row_of]
+        drafts = ops.DrawnDrafts(drafted, torch.cat(drawn_from), seeds ^ _ACCEPT_SALT, seeds ^ _RECOVER_SALT)
+        metadata, positions = draws.metadata.of_rows(row_of), positions[row_of] + 1
+        replaced = ops.reject_drafts(logits[row_of], metadata, drafts, positions)
         return token_ids.index_copy(0, row_of, replaced)
 
 

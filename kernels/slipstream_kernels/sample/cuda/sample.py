@@ -10,6 +10,7 @@ from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.sample.metadata import SamplingMetadata
 from slipstream_kernels.sample.triton.sample import first_pass, most_groups
 
 SOURCE = "sm90_sample.cu"
@@ -48,24 +49,21 @@ def variants() -> list[tuple[str, ...]]:
 
 
 def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
+    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """See ops.sample.  Two launches."""
+    temperature = metadata.temperature
+    assert temperature is not None  # rows that are filtered are drawn
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return token_ids
-    left = first_pass(logits, temperature, (top_k, top_p, min_p), seeds, positions)
+    left = first_pass(logits, temperature, metadata.filters, seeds, positions)
     tensors = {
         "logits": logits, "token_ids": token_ids, "maxima": left.maxima, "sums": left.sums, "winners": left.winners,
-        "group_maxima": left.group_maxima, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "seeds": seeds, "positions": positions,
+        "group_maxima": left.group_maxima, "temperature": temperature,
+        "top_k": metadata.top_k, "top_p": metadata.top_p, "min_p": metadata.min_p, "seeds": seeds,
+        "positions": positions,
     }  # fmt: skip
     params = SampleParams(
         **addresses(tensors),

@@ -5,21 +5,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from slipstream_kernels.sample.metadata import SamplingMetadata
+
 PIECE_ELEMENTS = 1 << 18
 SORT_WIDTH = 256
 LOG_ZERO = float("-inf")
 
 
 def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
+    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor:
     """See ops.sample."""
+    temperature, (top_k, top_p, min_p) = metadata.temperature, metadata.filters
     token_ids = logits.argmax(dim=-1)
     if temperature is None:
         return token_ids

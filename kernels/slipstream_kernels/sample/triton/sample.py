@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.sample.metadata import SamplingMetadata
 from slipstream_kernels.sample.triton.greedy import greedy
 from slipstream_kernels.sample.triton.sample_search import find_cut, find_row_cut, first_of_least, race, row_mass
 from slipstream_kernels.sample.triton.token_groups import (
@@ -283,15 +284,10 @@ def _used(filters: tuple[torch.Tensor | None, ...], grouping: Grouping, device: 
 
 
 def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
+    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor:
     """See ops.sample."""
+    temperature, filters = metadata.temperature, metadata.filters
     num_rows, vocab_size = logits.shape
     device = logits.device
     if temperature is None:
@@ -299,7 +295,6 @@ def sample(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return token_ids
-    filters = (top_k, top_p, min_p)
     is_filtered = any(column is not None for column in filters)
     left = first_pass(logits, temperature, filters, seeds, positions)
     grouping = left.grouping
