@@ -54,7 +54,7 @@ class Case:
 
     def run(self, device: torch.device, backend: str) -> ops.AcceptedRows:
         ints = lambda values, dtype=torch.int64: torch.tensor(values, dtype=dtype, device=device)  # noqa: E731
-        return ops.accept_drafts(
+        rows = ops.VerifiedRows(
             ints(self.token_ids),
             ints(self.next_ids),
             ints(self.starts, torch.int32),
@@ -63,8 +63,8 @@ class Case:
             tree_mask=ints(self.masks) if self.is_tree else None,
             marks=None if self.marks is None else ints(self.marks, torch.int8),
             scores=torch.tensor(self.scores, device=device),
-            backend=backend,
         )
+        return ops.accept_drafts(rows, backend=backend)
 
     def expected(self, request: int) -> list[int]:
         parents = self.parents[request]
@@ -109,8 +109,8 @@ def test_bad_arguments_are_named() -> None:
     one, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match="num_drafts"):
-        ops.accept_drafts(one, one, starts, one, one)
+        ops.accept_drafts(ops.VerifiedRows(one, one, starts, one, one))
     with pytest.raises(ValueError, match="next_ids"):
-        ops.accept_drafts(one, torch.zeros(2, dtype=torch.int64), starts, counts, one)
+        ops.accept_drafts(ops.VerifiedRows(one, torch.zeros(2, dtype=torch.int64), starts, counts, one))
     with pytest.raises(ValueError, match="tree_mask"):
-        ops.accept_drafts(one, one, starts, counts, one, tree_mask=counts)
+        ops.accept_drafts(ops.VerifiedRows(one, one, starts, counts, one, tree_mask=counts))

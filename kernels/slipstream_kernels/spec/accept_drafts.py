@@ -37,46 +37,49 @@ def empty_accepted_rows(num_requests: int, device: torch.device) -> AcceptedRows
     return AcceptedRows(words[0], counts, words[1], slots[0], slots[1])
 
 
-def accept_drafts(
-    token_ids: torch.Tensor,
-    next_ids: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_drafts: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    tree_mask: torch.Tensor | None = None,
-    marks: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    out: AcceptedRows | None = None,
-    backend: str = "auto",
-) -> AcceptedRows:
-    """Accept the longest path of each request on which every draft equals the token drawn after its parent row.
+class VerifiedRows(NamedTuple):
+    """The rows of a step with drafts, and what was drawn after them.
 
     token_ids, slot_mapping: [T] int64, the step's rows.  next_ids: [T] int64, the token drawn after each row.
     query_start_loc: [R + 1] int32.  num_drafts: [R] int32, at most 63: the last rows of each request are drafts.
-    tree_mask: int64, a word per row as in ops.decode_attention, at least for requests with drafts; None: all chains.
+    tree_mask: int64, a word per row as in AttentionMetadata, at least for requests with drafts; None: all chains.
     marks: [T] int8, 1: accept the draft whatever was drawn, -1: reject it.  scores: [T] fp32: among paths of equal
-    length, accept the one whose last row scores highest; None: the first.  Trees as mask words: arXiv:2305.09781.
+    length, accept the one whose last row scores highest; None: the first.
     """
-    num_tokens, num_requests = token_ids.shape[0], num_drafts.shape[0]
+
+    token_ids: torch.Tensor
+    next_ids: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_drafts: torch.Tensor
+    slot_mapping: torch.Tensor
+    tree_mask: torch.Tensor | None = None
+    marks: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+
+def accept_drafts(rows: VerifiedRows, out: AcceptedRows | None = None, *, backend: str = "auto") -> AcceptedRows:
+    """Accept the longest path of each request on which every draft equals the token drawn after its parent row.
+
+    Trees as mask words: arXiv:2305.09781.
+    """
+    num_tokens, num_requests = rows.token_ids.shape[0], rows.num_drafts.shape[0]
     for name, tensor, dtype, shape in (
-        ("token_ids", token_ids, torch.int64, (num_tokens,)),
-        ("next_ids", next_ids, torch.int64, (num_tokens,)),
-        ("slot_mapping", slot_mapping, torch.int64, (num_tokens,)),
-        ("query_start_loc", query_start_loc, torch.int32, (num_requests + 1,)),
-        ("num_drafts", num_drafts, torch.int32, (num_requests,)),
-        ("marks", marks, torch.int8, (num_tokens,)),
-        ("scores", scores, torch.float32, (num_tokens,)),
+        ("token_ids", rows.token_ids, torch.int64, (num_tokens,)),
+        ("next_ids", rows.next_ids, torch.int64, (num_tokens,)),
+        ("slot_mapping", rows.slot_mapping, torch.int64, (num_tokens,)),
+        ("query_start_loc", rows.query_start_loc, torch.int32, (num_requests + 1,)),
+        ("num_drafts", rows.num_drafts, torch.int32, (num_requests,)),
+        ("marks", rows.marks, torch.int8, (num_tokens,)),
+        ("scores", rows.scores, torch.float32, (num_tokens,)),
     ):
         if tensor is not None:
             require_shape(name, tensor, shape)
             if tensor.dtype != dtype or not tensor.is_contiguous():
                 raise ValueError(f"{name}: {tensor.dtype}, expected contiguous {dtype}")
+    tree_mask = rows.tree_mask
     if tree_mask is not None and (tree_mask.dim() != 1 or tree_mask.dtype != torch.int64):
         raise ValueError(f"tree_mask: {tree_mask.dtype} {tuple(tree_mask.shape)}, expected int64 [rows]")
     if out is None:
-        out = empty_accepted_rows(num_requests, token_ids.device)
-    implementation = select("spec.accept_drafts", backend, token_ids)
-    rows = token_ids, next_ids, query_start_loc, num_drafts, slot_mapping
-    implementation.accept_drafts(*rows, tree_mask, marks, scores, out)
+        out = empty_accepted_rows(num_requests, rows.token_ids.device)
+    select("spec.accept_drafts", backend, rows.token_ids).accept_drafts(rows, out)
     return out

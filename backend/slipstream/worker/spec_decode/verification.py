@@ -128,17 +128,17 @@ class Verification:
     ) -> ops.AcceptedRows:
         """Accept drafts, once the rows are drawn. next_ids: [T], the token after each row of the batch. num_drafts: [R]
         int32, of all requests of the batch."""
-        return ops.accept_drafts(
+        rows = ops.VerifiedRows(
             batch.token_ids,
             next_ids,
             batch.query_start_loc,
             num_drafts,
             batch.slot_mapping,
-            tree_mask=batch.tree_mask,
+            batch.tree_mask,
             marks=_at_rows(batch, self._marks),
             scores=_at_rows(batch, self._scores),
-            out=out,
         )
+        return ops.accept_drafts(rows, out)
 
     # ---- parts
 

@@ -41,15 +41,15 @@ def warm_up_acceptance(
     device, num_rows = batch.token_ids.device, len(batch.token_ids)
     none, next_ids = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros_like(batch.token_ids)
     marks = torch.zeros(num_rows, dtype=torch.int8, device=device)
-    rows = batch.token_ids, next_ids, batch.query_start_loc, none, batch.slot_mapping
+    tensors = batch.token_ids, next_ids, batch.query_start_loc, none, batch.slot_mapping, batch.tree_mask
     for own_marks, scores in ((None, None), (marks, None), (marks, marks.float())):
-        ops.accept_drafts(*rows, tree_mask=batch.tree_mask, marks=own_marks, scores=scores, out=out)
+        ops.accept_drafts(ops.VerifiedRows(*tensors, own_marks, scores), out)
     drafts = [ops.DraftRows(next_ids[None, 1:])]
     if batch.tree_mask is not None:
         for compaction in compactions:
             compaction.warm_up()
         drafts.append(ops.DraftRows(next_ids[None, 1:], next_ids[None, 1:] + 3, next_ids[None, 1:] + 1))
     for one in drafts:
-        tensors = batch.token_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables
-        step = ops.StepRows(*copy.deepcopy(tensors), copy.deepcopy(batch.tree_mask))
+        of_step = batch.token_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables
+        step = ops.StepRows(*copy.deepcopy(of_step), copy.deepcopy(batch.tree_mask))
         ops.update_step_inputs(step, 1, next_ids, out.last, one, block_size)

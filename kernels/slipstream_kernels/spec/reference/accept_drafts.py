@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.spec.accept_drafts import MAX_ROWS, AcceptedRows
+from slipstream_kernels.spec.accept_drafts import MAX_ROWS, AcceptedRows, VerifiedRows
 
 
-def accept_drafts(
-    token_ids: torch.Tensor,
-    next_ids: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_drafts: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    tree_mask: torch.Tensor | None,
-    marks: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    out: AcceptedRows,
-) -> None:
+def accept_drafts(step: VerifiedRows, out: AcceptedRows) -> None:
     """See ops.accept_drafts.  Everything below is [num_requests, 64], a column per row of the request."""
+    token_ids, next_ids, query_start_loc, num_drafts, slot_mapping, tree_mask, marks, scores = step
     device = token_ids.device
     rows = torch.arange(MAX_ROWS, device=device)
     first = query_start_loc[1:].long() - 1 - num_drafts

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 
-from slipstream_kernels.spec.accept_drafts import MAX_ROWS, AcceptedRows
+from slipstream_kernels.spec.accept_drafts import MAX_ROWS, AcceptedRows, VerifiedRows
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 _NUM_WARPS = 4  # 64 x 64 comparisons
 
 
-def accept_drafts(
-    token_ids: torch.Tensor,
-    next_ids: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_drafts: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    tree_mask: torch.Tensor | None,
-    marks: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    out: AcceptedRows,
-) -> None:
+def accept_drafts(rows: VerifiedRows, out: AcceptedRows) -> None:
     """See ops.accept_drafts."""
-    _accept_kernel[(num_drafts.shape[0],)](
+    token_ids, tree_mask, marks, scores = rows.token_ids, rows.tree_mask, rows.marks, rows.scores
+    _accept_kernel[(rows.num_drafts.shape[0],)](
         token_ids,
-        next_ids,
-        query_start_loc,
-        num_drafts,
-        slot_mapping,
+        rows.next_ids,
+        rows.query_start_loc,
+        rows.num_drafts,
+        rows.slot_mapping,
         token_ids if tree_mask is None else tree_mask,
         token_ids if marks is None else marks,
         token_ids if scores is None else scores,
