@@ -18,8 +18,8 @@ from slipstream_kernels.gemm.cuda import (
     mixed_gemm,
     mixed_gemm_w4a8,
     mixed_gemm_w4a16,
+    stream_plan,
     swap_ab_stream,
-    swap_ab_stream_choice,
 )
 
 SIZE = 4096
@@ -98,7 +98,7 @@ def product_by(kernel: str) -> Product:
     if kernel == "swap_ab_gemm":
         return lambda x: ops.swap_ab_gemm(x[:33], plain, backend="cuda")
     if kernel == "swap_ab_stream":
-        fp8, plan = ops.quantize_fp8(plain), swap_ab_stream_choice.Plan(128, 32, 132)
+        fp8, plan = ops.quantize_fp8(plain), stream_plan.Plan(128, 32, 132)
         return lambda x: swap_ab_stream.swap_ab_stream(ops.quantize_fp8(x), fp8.values, fp8.scales, no_bias, plan)
     if kernel == "mixed_gemm":
         int8 = ops.quantize_int8_weight(plain)

@@ -16,12 +16,13 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.choose import variant_of
 from slipstream_kernels.gemm.cuda import stream_w4a16 as cuda_stream
 from slipstream_kernels.gemm.cuda import stream_w4a16_choice
-from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS, COUNTER_ROWS, MAX_UNITS, Plan, plans
+from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, Plan
+from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS, COUNTER_ROWS, plans
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from slipstream_kernels.integer import Int4Weight
 from stream_cases import assert_chain_in_a_graph_is_right
 
-# us of one H200 by plan (columns, tiles, of them of tokens, CTAs): each product after itself, cold weights
+# us of one H200 by plan (columns, tiles, CTAs, tiles of tokens): each product after itself, cold weights
 TIMES = json.loads((Path(__file__).parents[1] / "golden" / "stream_w4a16_times.json").read_text())
 LOSS, TOTAL_LOSS = 1.13, 1.01  # of the fastest, in one cell and in all
 SHAPES = [(1072, 1152), (2048, 4096), (384, 14336), (16, 128)]  # tiles of 7 and 8 units, many chunks, one unit
@@ -49,7 +50,7 @@ def some_plans(num_tokens: int, size: tuple[int, int], columns: int, most_ctas: 
     chosen = list(plans(num_tokens, size, columns, most_ctas))
     chunks, token_tiles = size[1] // 128, -(-num_tokens // columns)
     num_tiles = token_tiles * -(-size[0] // 16 // MAX_UNITS)
-    forced = [Plan(columns, num_tiles, token_tiles, min(ctas, num_tiles * chunks)) for ctas in (1, 7, 77, num_tiles)]
+    forced = [Plan(columns, num_tiles, min(ctas, num_tiles * chunks), token_tiles) for ctas in (1, 7, 77, num_tiles)]
     yield from dict.fromkeys([*chosen, *forced])
 
 
@@ -131,7 +132,7 @@ def test_codes_are_not_overwritten_while_they_are_read(num_ctas: int) -> None:
     size, num_tokens = (1072, 1152), 128
     weight, counters = int4_layout.repack(canonical(size, 128, "cuda")), counters_of(size)
     x = torch.randn(num_tokens, size[1], device="cuda", dtype=torch.bfloat16)
-    plan = Plan(128, 9, 1, num_ctas)
+    plan = Plan(128, 9, num_ctas)
     expected = cuda_stream.stream_w4a16(x, weight, None, plan, counters)
     same = [cuda_stream.stream_w4a16(x, weight, None, plan, counters).eq(expected).all() for _ in range(3000)]
     assert torch.stack(same).all()
@@ -166,7 +167,7 @@ def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote() -> None:
             held[weight.data_ptr()] = repacked, counters_of((1024, 1024))
             torch.cuda.synchronize()  # a product reads weights before the kernel before it has ended
         codes, counters = held[weight.data_ptr()]
-        return cuda_stream.stream_w4a16(x, codes, None, Plan(128, 8, 1, 60), counters)
+        return cuda_stream.stream_w4a16(x, codes, None, Plan(128, 8, 60), counters)
 
     assert_chain_in_a_graph_is_right(multiply, num_tokens=40, features=1024)
 

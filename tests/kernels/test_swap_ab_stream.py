@@ -12,8 +12,9 @@ from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.gemm.choose import variant_of
 from slipstream_kernels.gemm.cuda import swap_ab_stream as cuda_stream
+from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, Plan
 from slipstream_kernels.gemm.cuda.swap_ab_choice import Product
-from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS, MAX_UNITS, Plan, plans
+from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS, plans
 from slipstream_kernels.gemm.product import FP8_ROWS
 from slipstream_kernels.gemm.product import Product as AnyProduct
 from stream_cases import (

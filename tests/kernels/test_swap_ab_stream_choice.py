@@ -11,10 +11,12 @@ from pathlib import Path
 
 import kernel_choices
 import pytest
+from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
 from slipstream_kernels.gemm.cuda import swap_ab_stream_choice
+from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, Plan
 from slipstream_kernels.gemm.cuda.swap_ab_choice import Product
-from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS, MAX_UNITS
+from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS
 
 # us of one H200 by number of rows: each product behind a norm, cold weights, in a CUDA graph.  other: of the kernels
 # that follow in the table, with silu(gate) * up behind a gated one.  wint4: each after itself; other: as
@@ -46,14 +48,14 @@ def test_plans_can_run() -> None:
                 check_plan(product, plan, num_sms)
 
 
-def check_plan(product: Product, plan: swap_ab_stream_choice.Plan, num_sms: int) -> None:
+def check_plan(product: Product, plan: Plan, num_sms: int) -> None:
     """As `fits` of sm90_swap_ab_stream.cu, and counters of ops.scaled_mm_counters suffice."""
     units, chunks = product.out_features // 16, -(-product.row_bytes // 128)
     assert 1 <= plan.num_tiles <= units and 1 <= plan.num_ctas <= min(num_sms, plan.num_tiles * chunks)
     assert -(-units // plan.num_tiles) <= MAX_UNITS
     assert (plan.num_tiles * chunks + 1) * (plan.num_ctas + 1) < 1 << 32
     assert not plan.is_split or 4 * plan.num_tiles <= -(-product.out_features // 16)
-    assert 2 * 4 * plan.num_ctas * plan.slot_floats <= swap_ab_stream_choice.sums_bytes(num_sms)
+    assert 2 * 4 * plan.num_ctas * plan.slot_floats <= ops.fp8_sums_bytes(num_sms)
 
 
 def test_other_numbers_of_sms_share_work_evenly() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.gemm.cuda import stream_w4a16_choice, swap_ab_stream_choice
+from slipstream_kernels.gemm.cuda import stream_plan, stream_w4a16_choice, swap_ab_stream_choice
 from slipstream_kernels.gemm.tuning import LIMITED_WRITE_OUTS, MOST_WRITTEN_OUT_BYTES, WRITTEN_OUT_BYTES
 
 
@@ -20,12 +20,12 @@ def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def fp8_sums_bytes(num_sms: int) -> int:
     """The most that partial sums of an FP8 product take, with one scale a weight row and the kernels in CUDA."""
-    return swap_ab_stream_choice.sums_bytes(num_sms)
+    return stream_plan.sums_bytes(swap_ab_stream_choice.MAX_TOKENS, num_sms)
 
 
 def w4a16_sums_bytes(num_sms: int) -> int:
     """The same of a product of 16-bit rows and 4-bit weights."""
-    return stream_w4a16_choice.sums_bytes(num_sms)
+    return stream_plan.sums_bytes(stream_w4a16_choice.COLUMNS[-1], num_sms)
 
 
 def written_out_bytes(weight: str, rows: str, num_experts: int, num_weights: int, dtype: torch.dtype) -> int:

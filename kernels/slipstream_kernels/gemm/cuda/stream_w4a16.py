@@ -14,7 +14,8 @@ import torch
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
-from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS, TILE_COUNTERS, UNIT_ROWS, Plan
+from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan
+from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS
 from slipstream_kernels.integer import Int4Weight
 
 SOURCE = "sm90_stream_w4a16.cu"
@@ -79,21 +80,11 @@ def stream_w4a16(
     """x @ dequantised(weight).T + bias.  One launch.
 
     x: [num_tokens, in_features] bf16 or fp16, rows at multiples of 16 bytes; bias has its type.  weight: repacked for
-    16-bit rows.  plan: of stream_w4a16_choice.  counters: int32 zeros, four for each tile of a plan that splits tiles,
-    which no other stream uses at the time; each call leaves them zero.  None: made here.
+    16-bit rows.  plan: of stream_w4a16_choice.  counters: as Plan.split_workspace takes them.
     """
     assert weight.zeros is not None
     out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    partial_sums = None
-    if plan.is_split:
-        # Of the caching allocator: each stream, and each pool of graphs, has its own.
-        partial_sums = torch.empty(2 * plan.num_ctas * plan.slot_floats, device=x.device)
-        if counters is None:
-            counters = torch.zeros(TILE_COUNTERS * plan.num_tiles, dtype=torch.int32, device=x.device)
-        if counters.numel() < TILE_COUNTERS * plan.num_tiles:
-            raise ValueError(
-                f"counters: {counters.numel()}, expected {TILE_COUNTERS} for each of {plan.num_tiles} tiles"
-            )
+    partial_sums, counters = plan.split_workspace(counters, x.device)
     group_scales, _ = weight.scales
     tensors = {
         "x": x,

@@ -6,39 +6,13 @@ Knows sizes only, no tensors.  The costs are in gemm/tuning.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
+from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, TILE_COUNTERS, UNIT_ROWS, Plan
 from slipstream_kernels.gemm.tuning import H200, StreamW4A16Costs
 
 COLUMNS = (128, 160, 192, 224, 256)  # tokens of a tile, of what is compiled (sm90_stream_w4a16.cu)
-UNIT_ROWS, CHUNK = 16, 128  # weight rows of a unit, summed columns of a chunk
-MAX_UNITS = 8  # of a tile
-TILE_COUNTERS, COUNTER_ROWS = 4, 4  # counters of a split tile; a weight comes with one for so many rows
-
-
-class Plan(NamedTuple):
-    """columns: tokens of a tile.  num_tiles: of weight rows, times token_tiles.  num_ctas: they share the chunks of all
-    tiles evenly."""
-
-    columns: int
-    num_tiles: int
-    token_tiles: int
-    num_ctas: int
-
-    @property
-    def is_split(self) -> bool:
-        """Whether CTAs share tiles, and add their sums through memory."""
-        return self.num_tiles % self.num_ctas != 0
-
-    @property
-    def slot_floats(self) -> int:
-        """Sums of a tile, which a CTA writes for others to add."""
-        return MAX_UNITS * UNIT_ROWS * self.columns
-
-
-def sums_bytes(num_sms: int) -> int:
-    """The most that partial sums of a product take: two slots a CTA, in fp32."""
-    return 2 * num_sms * Plan(COLUMNS[-1], 1, 1, 2).slot_floats * 4
+CHUNK = 128  # summed columns
+COUNTER_ROWS = 4  # a weight comes with a counter for so many rows
 
 
 def plans(num_tokens: int, sizes: tuple[int, int], columns: int, most_ctas: int) -> Iterator[Plan]:
@@ -57,7 +31,7 @@ def plans(num_tokens: int, sizes: tuple[int, int], columns: int, most_ctas: int)
         most = min(most_ctas // num_tiles, chunks)
         counts += [num_tiles * count for count in (most, max(1, most - 1))]
     for num_ctas in dict.fromkeys(counts):
-        plan = Plan(columns, num_tiles, token_tiles, num_ctas)
+        plan = Plan(columns, num_tiles, num_ctas, token_tiles)
         if not plan.is_split or TILE_COUNTERS * num_tiles <= sizes[0] // COUNTER_ROWS:
             yield plan
 

@@ -17,12 +17,8 @@ from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import (
-    COLUMNS,
-    TILE_COUNTERS,
-    UNIT_ROWS,
-    Plan,
-)
+from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan
+from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS
 
 SOURCE = "sm90_swap_ab_stream.cu"
 ALIGNMENT = 16  # bytes: of rows, and input features of a weight
@@ -78,22 +74,12 @@ def swap_ab_stream(
 ) -> torch.Tensor:
     """See ops.swap_ab_gemm, not gated.  One launch.
 
-    plan: of swap_ab_stream_choice.  counters: int32 zeros, four for each tile of a plan that splits tiles, which no
-    other stream uses at the time; each call leaves them zero.  None: made here.
+    plan: of swap_ab_stream_choice.  counters: as Plan.split_workspace takes them.
     """
     out = torch.empty((x.num_tokens, weight.shape[0]), dtype=x.dtype, device=weight.device)
     if not x.num_tokens:
         return out
-    partial_sums = None
-    if plan.is_split:
-        # Of the caching allocator: each stream, and each pool of graphs, has its own.
-        partial_sums = torch.empty(2 * plan.num_ctas * plan.slot_floats, device=weight.device)
-        if counters is None:
-            counters = torch.zeros(TILE_COUNTERS * plan.num_tiles, dtype=torch.int32, device=weight.device)
-        if counters.numel() < TILE_COUNTERS * plan.num_tiles:
-            raise ValueError(
-                f"counters: {counters.numel()}, expected {TILE_COUNTERS} for each of {plan.num_tiles} tiles"
-            )
+    partial_sums, counters = plan.split_workspace(counters, weight.device)
     operands = {"x": x.values, "weight": weight, "x_scale": x.scales, "scale": scales, "bias": bias, "out": out}
     params = SwapAbStreamParams(
         **addresses({**operands, "partial_sums": partial_sums, "counters": counters}),

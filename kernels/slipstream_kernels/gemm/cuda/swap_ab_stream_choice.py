@@ -6,45 +6,18 @@ Knows sizes only, no tensors.  The costs are in gemm/tuning.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-import torch
-
-from slipstream_kernels.gemm.cuda.swap_ab_choice import CHUNK_BYTES, UNIT_ROWS, Product
+from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, TILE_COUNTERS, UNIT_ROWS, Plan
+from slipstream_kernels.gemm.cuda.swap_ab_choice import CHUNK_BYTES, Product
 from slipstream_kernels.gemm.tuning import H200, StreamCosts
 
 COLUMNS = (128, 256)  # tokens of a tile, of what is compiled (sm90_swap_ab_stream.cu)
 MAX_TOKENS = COLUMNS[-1]
-MAX_UNITS = 8  # of a tile
-TILE_COUNTERS, COUNTER_ROWS = 4, 16  # counters of a split tile; a weight comes with one for so many rows
-
-
-class Plan(NamedTuple):
-    """columns: tokens of a tile.  num_tiles: of weight rows, of equal size.  num_ctas: they share the chunks of all
-    tiles evenly."""
-
-    columns: int
-    num_tiles: int
-    num_ctas: int
-
-    @property
-    def is_split(self) -> bool:
-        """Whether CTAs share tiles, and add their sums through memory."""
-        return self.num_tiles % self.num_ctas != 0
-
-    @property
-    def slot_floats(self) -> int:
-        """Sums of a tile, which a CTA writes for others to add."""
-        return MAX_UNITS * UNIT_ROWS * self.columns
+COUNTER_ROWS = 16  # a weight comes with a counter for so many rows
 
 
 def columns_for(num_tokens: int) -> int:
     return next(columns for columns in COLUMNS if num_tokens <= columns)
-
-
-def sums_bytes(num_sms: int) -> int:
-    """The most that partial sums of a product take."""
-    return 2 * num_sms * Plan(MAX_TOKENS, 1, 2).slot_floats * torch.float32.itemsize
 
 
 def plans(product: Product, columns: int, most_ctas: int) -> Iterator[Plan]:
