@@ -17,6 +17,7 @@ from slipstream.core.config import ParallelConfig
 from slipstream.core.control import SLEEP, WAKE_UP, Control
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
+from slipstream.engine import residency
 from slipstream.engine.engine import Engine
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.parallel import Parallel
@@ -206,6 +207,7 @@ def test_an_idle_engine_captures_the_graphs_of_prompts(
     num_ranks: int, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One at a time, and after it has been woken again."""
+    monkeypatch.setattr(residency, "_IDLE_S", 0.0)
     rehearse_graphs_of_ranks(monkeypatch, (1, 4))
     checkpoint = make_tiny_llama(tmp_path)
     expected = [told.token_ids for told in run_all(make_engine(checkpoint, {"cuda_graphs": "off"}), prompts, GREEDY)]
@@ -227,6 +229,30 @@ def test_an_idle_engine_captures_the_graphs_of_prompts(
         engine.close()
 
 
+def test_neither_an_answer_nor_the_next_request_waits_for_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that tells something captures nothing, nor do the next ones until the engine has been idle for a while."""
+    now = 1000.0
+    monkeypatch.setattr(residency, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = make_engine(make_tiny_llama(tmp_path))
+    captures: list[float] = []
+    monkeypatch.setattr(model_worker(engine), "prepare", lambda: captures.append(now) or True)
+    for _ in range(2):
+        engine.submit(Request([5, 6, 7], GREEDY))
+        while engine.has_work:
+            engine.step()
+            now += 10.0
+        engine.step()
+        now += 0.9 * residency._IDLE_S
+        engine.step()
+    assert captures == []
+    now += residency._IDLE_S
+    engine.step()
+    engine.step()
+    assert captures == [now, now]
+
+
 def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(
     tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,7 +267,7 @@ def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(
     monkeypatch.setattr(StepGraphs, "_record", record)
     assert [told.token_ids for told in run_all(engine, prompts, GREEDY)] == expected
     runner = model_worker(engine).runner
-    assert {*runner._graphs.shapes} == {*runner._graphs._graphs} and not runner.capture_next()
+    assert not runner.capture_next() and {*runner._graphs.shapes} == {*runner._graphs._graphs}
     assert "no memory to capture them (no memory)" in caplog.text
 
 

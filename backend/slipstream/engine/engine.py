@@ -217,7 +217,9 @@ class Engine:
             ended = outputs.ended()
             self._forget(ended)
             outputs = self._searches.advance(outputs, ended)
-            if not (self._inbox or self._in_flight or self.scheduler.has_work):
+            if outputs or self._inbox or self._in_flight or self.scheduler.has_work:
+                self.residency.idle_since = None  # what takes long would hold these outputs back
+            else:
                 self.residency.carry_out()
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse

@@ -33,6 +33,8 @@ from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import Worker
 
 logger = logging.getLogger(__name__)
+# Before the worker prepares: a client that asks again as soon as it is answered would wait for it each time.
+_IDLE_S = 0.09
 _OWN = "the model's own, or one below reload_root, a parameter of the model"
 
 
@@ -65,6 +67,9 @@ class Residency:
         self.order: Order | None = None
         self.level = 0
         self._may_prepare = True
+        self.idle_since: float | None = (
+            None  # time.monotonic() of the first step without anything to do; None: there was
+        )
 
     # ---- any thread, under the engine's lock
 
@@ -112,9 +117,12 @@ class Residency:
         return list(live)
 
     def carry_out(self) -> None:
-        """No request is left. Without a command the worker may prepare for those to come."""
+        """No request is left. Without a command the worker may prepare for those to come, after a while without any."""
+        now = time.monotonic()
+        self.idle_since = now if self.idle_since is None else self.idle_since
         if self.order is None:
-            self._may_prepare = self._may_prepare and not self.level and self._worker.prepare()
+            if self._may_prepare and now - self.idle_since >= _IDLE_S:
+                self._may_prepare = not self.level and self._worker.prepare()
         elif not self.is_waking:
             self._carry_out(self.order)
 
