@@ -63,8 +63,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
 def test_the_first_block_of_equal_content_stays_the_one_that_is_found() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2) or []
-    pool.publish(blocks[0], b"same")
-    pool.publish(blocks[1], b"same")
+    assert [pool.publish(block, b"same") for block in blocks] == [True, False]
     assert pool.find(b"same") == blocks[0]
     pool.release([blocks[1]])
     assert pool.num_cached_blocks == 0, "the duplicate has nothing to offer"

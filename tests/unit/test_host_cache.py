@@ -77,6 +77,19 @@ def test_without_host_blocks_it_is_computed_again() -> None:
     assert not cache.take_copies(ScheduledStep())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_request_that_waits_finds_what_a_new_one_would(seed: int) -> None:
+    """It keeps where its prefix was; blocks in host memory come back anywhere, also to the last block of the pool."""
+    dice = random.Random(seed)
+    memory = Memory(KVCacheManager(6, SIZE, num_host_blocks=12), 12)
+    prompts = [[first, *range(length)] for first, length in ((1, 8), (2, 14), (3, 17), (4, 8))]
+    waiting = [make_request(prompt) for prompt in prompts]
+    for _ in range(60):
+        for request, prompt in zip(waiting, prompts):
+            assert memory.cache.find_prefix(request) == memory.cache.find_prefix(make_request(prompt))
+        memory.serve(dice.choice(prompts))
+
+
 def test_a_full_host_gives_up_its_oldest_content_but_nothing_that_is_being_loaded() -> None:
     host = HostCache(2)
     host.store(b"a", 0)
