@@ -101,16 +101,28 @@ def test_special_tokens_without_text_still_leave() -> None:
     assert [output.text for output in Bench().play(ids)] == ["", "", ""]
 
 
-def test_the_token_that_ends_a_sequence_is_counted_but_not_shown() -> None:
+@pytest.mark.parametrize("sizes", [(1,), (3,)])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_the_token_that_ends_a_sequence_is_counted_but_not_shown(stop: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     ids = TOKENIZER.encode(" fox!", False)
-    bench = Bench(stop_token_ids=(ids[-1],))
-    bench.requests[0].stop_reason = ids[-1]
-    outputs = bench.play(ids, finish=FinishReason.STOP)
-    assert "".join(output.text for output in outputs) == " fox"
-    assert all_ids(outputs) == ids and outputs[-1].stop_reason == ids[-1]
-    kept = Bench(stop_token_ids=(ids[-1],), include_stop_str_in_output=True)
-    kept.requests[0].stop_reason = ids[-1]
-    assert "".join(output.text for output in kept.play(ids, finish=FinishReason.STOP)) == " fox!"
+    stop_id, whole = {"stop_token_ids": (ids[-1],)}, " fox!"
+    for options, reason, expected in (
+        (stop_id, ids[-1], " fox"),
+        ({}, None, " fox"),  # an end-of-sequence token
+        ({}, ids[-1], whole),  # the end of a stop word in tokens
+        ({**stop_id, "include_stop_str_in_output": True}, ids[-1], whole),
+    ):
+        bench = Bench(stop=stop, **options)
+        bench.requests[0].stop_reason = reason
+        outputs = bench.play(ids, sizes, finish=FinishReason.STOP)
+        assert "".join(output.text for output in outputs) == expected, options
+        assert all_ids(outputs) == ids and outputs[-1].stop_reason == reason
+        assert sum(len(output.logprobs) for output in outputs) == len(ids)
+
+
+def test_an_echoed_prompt_comes_once_with_the_first_output() -> None:
+    outputs = Bench(echo_text="The quick brown").play(TOKENIZER.encode(" fox jumps", False))
+    assert len(outputs) > 1 and "".join(output.text for output in outputs) == "The quick brown fox jumps"
 
 
 def test_a_stop_string_over_token_borders_ends_the_sequence_once() -> None:
@@ -233,12 +245,13 @@ def test_the_siblings_of_a_sequence_that_failed_are_cancelled() -> None:
     assert alone.failures == []
 
 
+@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "metaspace"])
-def test_sequences_share_the_prompts_end_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_share_the_prompts_end_and_nothing_else(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt ends within a character, each sequence goes on in its own way."""
     tokenizer = TextTokenizer(getattr(toy_tokenizers, name)())
     prompt = tokenizer.encode("brown ཀ", False)[:-1]
-    outputs = [tokenizer.encode(text, False) for text in ("fox ག", "ཀ dog", "🏳 x")]
+    outputs = [tokenizer.encode(text, False) for text in ("fox ག", "ཀ dog", "🏳 x")[:n]]
     alone = []
     for output in outputs:
         detokenizer = start_detokenizer(tokenizer, prompt)
@@ -251,11 +264,11 @@ def test_sequences_share_the_prompts_end_and_nothing_else(name: str, monkeypatch
         return start(*args)
 
     monkeypatch.setattr(output_module, "start_detokenizer", counting)
-    params = SamplingParams(max_tokens=100, n=3)
-    requests = [Request(prompt, params, handle=1, sequence_index=index) for index in range(3)]
+    params = SamplingParams(max_tokens=100, n=n)
+    requests = [Request(prompt, params, handle=1, sequence_index=index) for index in range(n)]
     processor = OutputProcessor(tokenizer, lambda request, stop: None, lambda handle: None)
     processor.add(ClientRequest(1, requests[0], stream=True))
-    texts = ["", "", ""]
+    texts = [""] * n
     for at in range(max(map(len, outputs)) + 1):
         for request, output in zip(requests, outputs):
             if at > len(output):

@@ -107,7 +107,8 @@ class _Client:
         self.client = client
         self._start: _Start | None = None
         self.sequences: dict[int, _Sequence] = {}
-        self.num_unfinished = client.request.params.n if client.request is not None else 1
+        assert client.request is not None, "only what generates has outputs"
+        self.num_unfinished = client.request.params.n
 
     def start(self, tokenizer: Tokenizer, request: Request) -> _Start:
         """The state for one of the n sequences: copies of one, so that a long prompt is read once."""
@@ -117,7 +118,7 @@ class _Client:
             if self.client.wants_context and not self.client.echo_text:
                 context = context_token_ids(tokenizer, prompt, skip_special_tokens)
             self._start = _Start(_detokenizer(tokenizer, request), context)
-        if self.num_unfinished == 1 and not self.sequences:
+        if self.num_unfinished == 1:
             return self._start
         return _Start(copy(self._start.detokenizer), self._start.context)
 
@@ -178,7 +179,7 @@ class _Sequence:
 
     def _shown(self, step: StepOutput) -> list[int]:
         """The step's tokens without an end or stop token, which is counted but not shown."""
-        if step.finish_reason is not FinishReason.STOP or not step.new_token_ids:
+        if step.finish_reason is not FinishReason.STOP:
             return step.new_token_ids
         params, reason = step.request.params, step.request.stop_reason
         is_hidden = reason is None or reason in params.stop_token_ids
