@@ -4,7 +4,7 @@ promises together in test_scheduler_model.py."""
 from __future__ import annotations
 
 import pytest
-from fake_llm import FakeLLM, continuation, make_llm, make_request
+from fake_llm import SIZE, FakeLLM, continuation, make_llm, make_request
 from slipstream.core import scheduler
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
@@ -142,7 +142,7 @@ def test_requests_that_wait_for_a_long_prefix_cost_the_same_in_every_step(monkey
     llm, document = make_llm(num_blocks=512, max_model_len=1024, **limits), list(range(800))
     add(llm, make_request(3, 100))  # beside it a step has room for more prompts than it takes
     llm.step()
-    requests = [make_request([*document, place]) for place in range(30)]
+    requests = [make_request([*document, place, *range(2 * SIZE)]) for place in range(30)]  # whose ends differ
     add(llm, *requests)
     llm.step()
     num_found, find = [0], BlockPool.find
