@@ -79,7 +79,11 @@ def test_no_sharing_where_it_would_be_wrong(reason: str) -> None:
     compute(cache, make_request(prompt))
     key = b"tenant" if reason == "key" else b""
     params = {"prompt_logprobs": 0} if reason == "prompt_logprobs" else {}
-    assert match_prefix(cache, make_request(prompt, key, **params)) == 0
+    request = make_request(prompt, key, **params)
+    assert match_prefix(cache, request) == 0
+    if reason == "prompt_logprobs":  # they have left with the first token: whoever resumes computes nothing again
+        request.token_ids.append(1)
+        assert match_prefix(cache, request) == 12
 
 
 def test_allocate_grows_to_the_asked_length_or_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_llm import continuation, make_llm, make_request
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups, group_layers
 
 SIZE = 64
@@ -66,3 +67,15 @@ def test_a_window_and_a_step_fit_at_any_offset() -> None:
                     for start in range(100, 140)
                 )
                 assert most == groups.max_window_blocks(block_size)
+
+
+@pytest.mark.parametrize("groups", [KVGroups(1, 1, 3, 8), KVGroups(1, 3, 5, 8), KVGroups(2, 1, 0, 8)], ids=str)
+def test_prompts_of_any_length_have_their_blocks_in_every_group(groups: KVGroups) -> None:
+    """Also those of which one token is left for a step, in a block that windowed groups do not have yet."""
+    for length in range(1, 50):
+        llm = make_llm(groups=groups, max_num_batched_tokens=8)
+        request = make_request(list(range(length)), 6)
+        llm.scheduler.add(request)
+        llm.run()
+        assert request.output_token_ids == continuation(list(range(length)), 6)
+        assert llm.scheduler.cache.num_used_blocks == 0
