@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from unittest.mock import PropertyMock, patch
 
 import pytest
@@ -98,6 +99,19 @@ def test_who_overtakes_whom(arrivals: list[tuple[int, int]], aging_s: float, max
         assert ids == sorted(ids), "the order within one priority is that of arrival"
 
 
+@pytest.mark.parametrize(("pause", "is_overtaken"), [(9.0, True), (11.0, False)])
+def test_a_level_is_worth_its_seconds(pause: float, is_overtaken: bool) -> None:
+    llm = ClockedLLM(make_llm(max_num_seqs=1, priority_aging_s=10.0), step_s=0.0)
+    llm.add(distinct(3, 0))
+    llm.step()
+    llm.add(low := distinct(2, 1))
+    llm.now += pause
+    llm.add(urgent := distinct(2, 0))
+    while llm.llm.scheduler.has_work:
+        llm.step()
+    assert llm.started[1:] == ([urgent, low] if is_overtaken else [low, urgent])
+
+
 def test_levels_beyond_the_last_still_leave_a_bound() -> None:
     """A client may send any number; it must not be served before others for ever."""
     llm = ClockedLLM(make_llm(max_num_seqs=1, priority_aging_s=1.0))
@@ -153,6 +167,19 @@ def test_ended_requests_are_not_kept_until_their_deadline() -> None:
             request.status = RequestStatus.FINISHED
     assert len(queue) < 1100
     assert len(queue.pop(2e9)) == 500 and not len(queue)
+
+
+def test_deadlines_are_met_in_order_whoever_has_ended_before() -> None:
+    dice, queue, requests = random.Random(3), ExpiryQueue(), []
+    for _ in range(500):
+        requests.append(request := distinct(1, 0))
+        request.deadline = dice.uniform(0, 100)
+        queue.add(request)
+        if dice.random() < 0.5:
+            dice.choice(requests).status = RequestStatus.FINISHED
+    for now in range(0, 101, 5):
+        due = [one for one in requests if not one.is_finished and now - 5 < (one.deadline or 0) <= now]
+        assert queue.pop(now) == sorted(due, key=lambda one: one.deadline or 0)
 
 
 def test_a_request_that_has_started_in_time_still_has_its_deadline() -> None:
