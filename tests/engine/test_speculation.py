@@ -14,6 +14,7 @@ from engine_driver import Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from tiny_heads import speculation
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 DRAFTING = SpeculationConfig(methods="ngram", throttle="off")
@@ -148,3 +149,24 @@ def test_ngram_repeats_what_was_said(tiny_llama: Path, prompts: list[list[int]])
     assert request.output_token_ids == expected.token_ids
     assert request.num_accepted_tokens >= 16
     assert request.num_drafted_tokens >= request.num_accepted_tokens
+
+
+def test_drafts_take_no_blocks_that_others_were_promised(
+    tiny_llama: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Heads want slots past a request's end for their drafts; without preemption they get its own blocks at most."""
+    engine = make_engine(
+        tiny_llama,
+        {"max_model_len": 128},
+        {"num_blocks": 20},
+        {"policy": "guaranteed_no_evict", "overlap_scheduling": "on"},
+        speculation("mtp", tiny_llama, tmp_path),
+    )
+    requests = [Request(list(prompt), SamplingParams(**GREEDY), handle=at) for at, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+        for request in engine.scheduler.live_requests:
+            assert len(request.block_ids) <= engine.scheduler.cache.num_blocks_for(request.stop_conditions.max_len)
+    assert engine.error is None and sum(request.num_drafted_tokens for request in requests) > 0
