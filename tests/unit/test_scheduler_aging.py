@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from unittest.mock import PropertyMock, patch
 
 import pytest
@@ -157,28 +159,55 @@ def test_a_step_looks_at_no_request_that_just_waits() -> None:
     assert {output.finish_reason for output in expired} == {FinishReason.TIMEOUT}
 
 
+class Payload:
+    """What a client may send with a request: a table of embeddings, an adapter, a prompt of 100,000 tokens."""
+
+
 def test_ended_requests_are_not_kept_until_their_deadline() -> None:
+    llm = make_llm(default_max_queue_ms=60_000)
+    payloads = []
+    for reason in (FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.TIMEOUT):
+        for request in (distinct(2, 0), distinct(2, 0)):
+            request.deadline = 1.0 if reason is FinishReason.TIMEOUT else 1e9
+            payload = request.prompt_rows = Payload()  # type: ignore[assignment]
+            payloads.append(weakref.ref(payload))
+            llm.scheduler.add(request, 0.0)
+            if len(payloads) % 2:
+                llm.step()
+            if reason is FinishReason.CANCELLED:
+                llm.scheduler.finish(request, reason)
+        llm.scheduler.expire(2.0)
+        llm.run()
+    del request, payload
+    llm.steps.clear()
+    gc.collect()
+    assert [payload() for payload in payloads] == [None] * 6
+
+
+def test_ended_requests_leave_few_numbers_behind_until_their_deadline() -> None:
     queue = ExpiryQueue()
     for number in range(5000):
         request = distinct(1, 0)
         request.deadline = 1e9
         queue.add(request)
         if number % 10:
-            request.status = RequestStatus.FINISHED
+            queue.discard(request)
+            queue.discard(request)
     assert len(queue) < 1100
     assert len(queue.pop(2e9)) == 500 and not len(queue)
 
 
 def test_deadlines_are_met_in_order_whoever_has_ended_before() -> None:
-    dice, queue, requests = random.Random(3), ExpiryQueue(), []
+    dice, queue, requests, ended = random.Random(3), ExpiryQueue(), [], []
     for _ in range(500):
         requests.append(request := distinct(1, 0))
         request.deadline = dice.uniform(0, 100)
         queue.add(request)
         if dice.random() < 0.5:
-            dice.choice(requests).status = RequestStatus.FINISHED
+            ended.append(dice.choice(requests))
+            queue.discard(ended[-1])
     for now in range(0, 101, 5):
-        due = [one for one in requests if not one.is_finished and now - 5 < (one.deadline or 0) <= now]
+        due = [one for one in requests if one not in ended and now - 5 < (one.deadline or 0) <= now]
         assert queue.pop(now) == sorted(due, key=lambda one: one.deadline or 0)
 
 

@@ -37,13 +37,15 @@ def expiry_of(request: Request) -> float:
 
 
 class ExpiryQueue:
-    """Heap of requests by expiry, O(log n) per request.
+    """Heap of the requests' expiries, O(log n) per request.
 
-    An entry is checked when it expires: the request may have ended, or started before its queue deadline.
+    An entry is checked when it expires: the request may have started before its queue deadline. What has ended leaves
+    its two numbers at most, because a request may hold much memory and its deadline may be far.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
+        self._heap: list[tuple[float, int]] = []  # expiry, sequence id
+        self._requests: dict[int, Request] = {}  # that have not ended, by sequence id
         self._max_entries = _MIN_COMPACTED
 
     def __len__(self) -> int:
@@ -53,18 +55,23 @@ class ExpiryQueue:
         expiry = expiry_of(request)
         if expiry == float("inf"):
             return
-        heappush(self._heap, (expiry, request.sequence_id, request))
+        self._requests[request.sequence_id] = request
+        heappush(self._heap, (expiry, request.sequence_id))
         if len(self._heap) > self._max_entries:  # drop ended requests before their deadline
-            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            self._heap = [entry for entry in self._heap if entry[1] in self._requests]
             heapify(self._heap)
             self._max_entries = max(_MIN_COMPACTED, 2 * len(self._heap))
+
+    def discard(self, request: Request) -> None:
+        """The request has ended."""
+        self._requests.pop(request.sequence_id, None)
 
     def pop(self, now: float) -> list[Request]:
         """Remove and return the expired requests, earliest first."""
         expired: list[Request] = []
         while self._heap and self._heap[0][0] <= now:
-            request = heappop(self._heap)[2]
-            if request.is_finished:
+            request = self._requests.pop(heappop(self._heap)[1], None)
+            if request is None:
                 continue
             if expiry_of(request) <= now:
                 expired.append(request)

@@ -375,7 +375,8 @@ class Scheduler:
             self.adapters.release(request.adapter)
 
     def _leave(self, request: Request) -> None:
-        """Remove an ended request from its list and free its blocks."""
+        """Remove an ended request from its lists and free its blocks."""
+        self.expiries.discard(request)
         is_running = request.status is RequestStatus.RUNNING
         queue = self._running if is_running else self._waiting
         index = bisect_left(queue, request.sort_key, key=_sort_key)
