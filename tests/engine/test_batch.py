@@ -20,7 +20,7 @@ from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.worker.block_tables import BlockTables
-from slipstream.worker.input_batch import BatchBuilder
+from slipstream.worker.input_batch import BatchBuilder, padding_batch
 from slipstream.worker.interface import StepInput
 
 CPU = torch.device("cpu")
@@ -279,3 +279,13 @@ def test_a_decode_batch_takes_no_more_python_with_a_longer_context() -> None:
         again = functools.partial(_build, builder)
         lines[length] = _num_lines(lambda inputs=inputs, step=step, again=again: again(inputs.build(1, step)))  # type: ignore[misc]
     assert lines[64] == lines[2048] < 64 * 30
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_DECODE_QUERY_LEN, MAX_DECODE_QUERY_LEN + 1])
+def test_padding_writes_nothing(num_tokens: int) -> None:
+    batch = padding_batch(num_tokens, 4, CPU)
+    is_decode = num_tokens <= MAX_DECODE_QUERY_LEN
+    assert batch.slot_mapping.tolist() == [-1] * num_tokens and batch.logits_indices.tolist() == [0]
+    assert batch.block_tables.shape == (1, 4) and batch.query_start_loc.tolist() == [0, num_tokens]
+    assert (batch.num_decode_requests, batch.num_decode_tokens) == ((1, num_tokens) if is_decode else (0, 0))
+    assert batch.prompt_prefixes == (() if is_decode else (0,)), "an entry for each prompt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +9,10 @@ import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.errors import RequestError
-from slipstream.core.finish import StopConditions
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.input_processor import InputProcessor
-from slipstream.engine.step_inputs import new_request
-from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.logit_bias import BANNED, LogitsProcessors
-from slipstream.worker.sample.sampler import Sampler
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]
@@ -274,90 +268,6 @@ def test_prompt_logprobs_once_for_n(engine: Engine, prompts: list[list[int]]) ->
     told = _run_n(engine, prompts[5], replace(RANDOM, n=3, prompt_logprobs=0))
     assert told[0].prompt_logprobs is not None and len(told[0].prompt_logprobs) == len(prompts[5])
     assert told[1].prompt_logprobs is None and told[2].prompt_logprobs is None
-
-
-class _Counted(tuple):
-    """Pairs that count how often they are gone through."""
-
-    num_read = 0
-
-    def __iter__(self):
-        _Counted.num_read += 1
-        return super().__iter__()
-
-
-def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
-    vocab = 40
-    bias = _Counted((token_id, token_id / 20) for token_id in [*range(vocab), *range(vocab)])
-    one = Request([1, 2], SamplingParams(logit_bias=bias, bad_words_ids=((7,), (3, 5), (2, 6), (9, 3, 4))))
-    two = Request([1, 2], SamplingParams(min_tokens=2, max_tokens=5, stop_token_ids=(8,)))
-    plain = Request([1, 2], SamplingParams())
-    for request in (one, two, plain):
-        request.stop_conditions = StopConditions(request, 100)
-    one, two, plain = (RequestState(new_request(request)) for request in (one, two, plain))
-    edits = LogitsProcessors(vocab, torch.device("cpu"))
-    assert not edits.compose([plain])
-    _Counted.num_read = 0
-    for batch in ([one], [two, plain, one], [one, two]):
-        assert edits.compose(batch)
-        for output in ([], [3], [3, 9], [3, 9, 3]):
-            expected = torch.zeros(len(batch), vocab)
-            for row, request in enumerate(batch):
-                request.token_ids = [1, 2, *output]
-                request.num_drawn_tokens = len(output) + 1
-                if request is one:
-                    expected[row] = torch.arange(vocab) / 10
-                    banned = [7, *([5] if output[-1:] == [3] else []), *([4] if output[-2:] == [9, 3] else [])]
-                else:
-                    banned = [8] if request is two and len(output) < 2 else []
-                expected[row, banned] = BANNED
-            logits = torch.zeros(len(batch), vocab)
-            edits.apply(logits, batch)
-            torch.testing.assert_close(logits, expected)
-    assert _Counted.num_read == 1
-
-
-def test_a_bias_per_token_is_added_and_shared_by_the_sequences_of_a_request() -> None:
-    vocab = 12
-    biases = tuple(index / 4 for index in range(vocab - 2))  # may be shorter than the vocabulary, or padded with zeros
-    params = SamplingParams(embedding_bias=(*biases, 0.0, 0.0, 0.0), logit_bias=((3, 1.0),), bad_words_ids=((4,),))
-    requests = [RequestState(new_request(Request([1], one))) for one in (params, SamplingParams(), params)]
-    edits = LogitsProcessors(vocab, torch.device("cpu"))
-    assert edits.compose(requests)
-    logits = torch.zeros(3, vocab)
-    edits.apply(logits, requests)
-    expected = torch.zeros(vocab)
-    expected[: vocab - 2] = torch.tensor(biases)
-    expected[3] += 1.0
-    expected[4] = BANNED
-    torch.testing.assert_close(logits, torch.stack([expected, torch.zeros(vocab), expected]))
-
-
-KINDS = (
-    {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3, "top_p": 0.7},
-    {"temperature": 1.0, "top_k": 3}, {"temperature": 0.9, "min_p": 0.2}, {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 0.0, "repetition_penalty": 1.7}, {"temperature": 0.7, "logit_bias": ((4, 3.0),)},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_step_samples_as_if_it_were_the_first(seed: int) -> None:
-    """Requests of all kinds join, leave and change places; now and then all are greedy, or the same as before."""
-    dice, vocab, cpu = random.Random(seed), 12, torch.device("cpu")
-    sizes, noise, chosen = (vocab, len(KINDS), 64), torch.Generator().manual_seed(seed), []
-    kept = Sampler(*sizes, cpu)
-    pool = [
-        RequestState(new_request(Request([index] * 3, SamplingParams(**kind), seed=dice.getrandbits(64))))  # type: ignore[arg-type]
-        for index, kind in enumerate(KINDS)
-    ]
-    for step in range(80):
-        if not chosen or dice.random() < 0.6:
-            chosen = dice.sample(pool[:2] if dice.random() < 0.3 else pool, dice.randrange(1, 3))
-            chosen += [one for one in dice.sample(pool, 3 if dice.random() < 0.5 else 0) if one not in chosen]
-        logits = torch.randn(len(chosen), vocab, generator=noise)
-        positions = torch.full((len(chosen),), 3 + step)
-        found, first = (one.sample(chosen, logits.clone(), positions).result() for one in (kept, Sampler(*sizes, cpu)))
-        assert found == first
 
 
 def test_a_bias_per_token_forces(engine: Engine) -> None:
