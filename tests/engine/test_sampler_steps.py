@@ -28,7 +28,9 @@ class _Counted(tuple):
 def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
     vocab = 40
     bias = _Counted((token_id, token_id / 20) for token_id in [*range(vocab), *range(vocab)])
-    one = Request([1, 2], SamplingParams(logit_bias=bias, bad_words_ids=((7,), (3, 5), (2, 6), (9, 3, 4))))
+    one = Request(
+        [1, 2], SamplingParams(logit_bias=bias, bad_words_ids=((7,), (3, 5), (2, 6), (9, 3, 4), (2, 3, 9, 8)))
+    )
     two = Request([1, 2], SamplingParams(min_tokens=2, max_tokens=5, stop_token_ids=(8,)))
     plain = Request([1, 2], SamplingParams())
     for request in (one, two, plain):
