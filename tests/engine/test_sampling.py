@@ -13,6 +13,7 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.input_processor import InputProcessor
+from slipstream.worker.sample import logprobs
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]
@@ -247,9 +248,17 @@ def test_logprobs_only_for_who_asked(engine: Engine) -> None:
     assert [entry.logprob for entry in asked.logprobs] == [entry.logprob for entry in zero.logprobs]
 
 
-@pytest.mark.parametrize("budget", [2048, 7])
-def test_prompt_logprobs(tiny_llama: Path, prompts: list[list[int]], reference: LlamaForCausalLM, budget: int) -> None:
-    """Whole or in chunks, and never shortened by a prefix that is cached already."""
+@pytest.mark.parametrize(("budget", "max_rows"), [(2048, 256), (2048, 16), (7, 256), (50, 16)])
+def test_prompt_logprobs(
+    tiny_llama: Path,
+    prompts: list[list[int]],
+    reference: LlamaForCausalLM,
+    budget: int,
+    max_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole, in chunks or in pieces of them, and never shortened by a prefix that is cached already."""
+    monkeypatch.setattr(logprobs, "MAX_PROMPT_ROWS", max_rows)
     engine = make_engine(tiny_llama, scheduler={"max_num_batched_tokens": budget})
     chosen = [prompts[0], prompts[4], prompts[9]]
     run_all(engine, chosen, GREEDY)
