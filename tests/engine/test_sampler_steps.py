@@ -86,7 +86,7 @@ KINDS = (
 
 
 def _state(index: int, kind: dict[str, object], seed: int) -> RequestState:
-    request = Request([index % 12] * 3, SamplingParams(**kind), seed=seed)  # type: ignore[arg-type]
+    request = Request([index % 12] * 20, SamplingParams(**kind), seed=seed)  # type: ignore[arg-type]
     request.stop_conditions = StopConditions(request, 100)
     return RequestState(new_request(request))
 
