@@ -367,7 +367,8 @@ def test_no_salt_is_an_adapter_s_key(tiny_llama: Path, adapters: Mapping[str, Pa
 
 
 def test_an_adapter_of_a_last_step_makes_room(tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
-    """The step that loaded it is the last one, and the engine idles: nobody has the adapter any more."""
+    """The step that loaded it is the last one, the engine idles, and the request could have taken longer: nobody has
+    the adapter any more."""
     weights, config = as_sent(adapters["all"])
     sizes = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
     engine = make_engine(tiny_llama, {**sizes, "lora_cache_bytes": 100_000_000})
@@ -376,7 +377,7 @@ def test_an_adapter_of_a_last_step_makes_room(tiny_llama: Path, adapters: Mappin
     engine = make_engine(tiny_llama, {**sizes, "lora_cache_bytes": int(1.5 * request.adapter.num_bytes)})
     for number in (1, 2, 3):
         one = replace(GREEDY, max_tokens=1)
-        engine.submit(Request(list(PROMPT), one, sent_adapter=sent(number, weights, config)))
+        engine.submit(Request(list(PROMPT), one, deadline=1e12, sent_adapter=sent(number, weights, config)))
         run_steps(engine, {})
         gc.collect()
 
