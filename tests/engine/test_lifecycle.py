@@ -348,3 +348,9 @@ def test_lengths_of_sequences_that_a_stop_string_ends(engine: Engine, monkeypatc
     run_steps(engine, {})
     for metric in (Metric.PREFILL_TIME, Metric.DECODE_TIME, Metric.REQUEST_PROMPT_TOKENS, Metric.E2E_TIME):
         assert seen.count(metric) == (1 if metric is not Metric.E2E_TIME or request.times.arrival_ns else 0)
+    seen.clear()
+    engine.submit(_request(2))
+    run_steps(engine, {}, 4)
+    engine.cancel(2)  # whose lengths are its client's patience
+    run_steps(engine, {})
+    assert Metric.E2E_TIME in seen and Metric.REQUEST_PROMPT_TOKENS not in seen

@@ -114,6 +114,20 @@ def test_a_level_is_worth_its_seconds(pause: float, is_overtaken: bool) -> None:
     assert llm.started[1:] == ([urgent, low] if is_overtaken else [low, urgent])
 
 
+def test_what_goes_on_for_a_request_has_its_place() -> None:
+    """A beam search is a request after another: neither does it overtake who came before it, nor is it overtaken."""
+    llm = ClockedLLM(make_llm(max_num_seqs=1))
+    requests = running, early, last, late = [distinct(2, 0) for _ in range(4)]
+    for llm.now, request in zip((5.0, 6.0, 10.0, 12.0), requests):
+        llm.add(request)
+    llm.step()
+    llm.llm.scheduler.finish(last, FinishReason.CANCELLED)
+    llm.llm.scheduler.add_next(following := distinct(2, 0), last)
+    while llm.llm.scheduler.has_work:
+        llm.step()
+    assert llm.started == [running, early, following, late]
+
+
 def test_levels_beyond_the_last_still_leave_a_bound() -> None:
     """A client may send any number; it must not be served before others for ever."""
     llm = ClockedLLM(make_llm(max_num_seqs=1, priority_aging_s=1.0))
