@@ -37,10 +37,10 @@ def rows_of(history: TokenHistory, requests: list[RequestState], paths: Paths | 
 def test_pieces_are_the_tokens_whatever_their_size(
     copy_bytes: int, has_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests join, leave and come back; with drafts a request has a row for each of them."""
+    """Requests join, grow, leave and come back; with drafts a request has a row for each of them."""
     monkeypatch.setattr(penalties, "COPY_BYTES", copy_bytes)
     dice, history = random.Random(copy_bytes), TokenHistory(MOST, WIDTH, CPU)
-    pool = [state_of([dice.randrange(99) for _ in range(dice.randrange(1, WIDTH - 4))]) for _ in range(2 * MOST)]
+    pool = [state_of([dice.randrange(99) for _ in range(dice.randrange(1, 20))]) for _ in range(2 * MOST)]
     for _ in range(20):
         chosen = dice.sample(pool, dice.randrange(1, MOST + 1))
         drafts = [tuple(range(dice.randrange(4) if has_drafts else 0)) for _ in chosen]
@@ -48,6 +48,10 @@ def test_pieces_are_the_tokens_whatever_their_size(
         paths = [path for _, path in rows] if has_drafts else None
         found = rows_of(history, [one for one, _ in rows], paths)
         assert found == [[*one.token_ids, *path] for one, path in rows]
+        for one in chosen:
+            num_new = min(dice.choice([1, 1, 3, 20]), WIDTH - 4 - one.num_tokens)
+            one.token_ids += [dice.randrange(99) for _ in range(num_new)]
+            one.num_drawn_tokens = one.num_output_tokens + 1
 
 
 def test_a_long_history_is_not_copied_for_every_row_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,15 @@ def test_a_long_prompt_is_chunked_after_the_decodes() -> None:
     assert rows(llm) == [(short, 5, 1, True), (long, 19, 1, True)]
 
 
+def test_a_prompt_that_would_fit_alone_begins_beside_decodes() -> None:
+    llm = make_llm(max_num_batched_tokens=16)
+    add(llm, make_request([1] * 3), make_request([2] * 4))
+    llm.step()
+    add(llm, make_request(list(range(16))))
+    llm.step()
+    assert llm.steps[-1].num_scheduled_tokens == [1, 1, 14]
+
+
 def test_a_prompt_that_ends_on_the_chunk_border_samples_at_once() -> None:
     llm = make_llm(max_num_batched_tokens=8)
     request = make_request(16)
