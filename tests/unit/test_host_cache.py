@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 import time
+from unittest.mock import Mock
 
 import pytest
 from fake_llm import FakeLLM, continuation, make_llm, make_request
 from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.kv_events import HOST, BlockRemoved, BlockStored, KVEvent
 from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
@@ -110,6 +112,16 @@ def test_a_full_host_gives_up_its_oldest_content_but_nothing_that_is_being_loade
     host.check()
 
 
+def test_routers_hear_what_host_memory_keeps_and_gives_up() -> None:
+    told: list[KVEvent] = []
+    host = HostCache(1, Mock(add=told.append))
+    host.store(b"a", 0)
+    host.store(b"a", 3)  # it is there
+    host.store(b"b", 1)
+    stored = [BlockStored(name, None, (), HOST) for name in (b"a", b"b")]
+    assert told == [stored[0], BlockRemoved(b"a", HOST), stored[1]]
+
+
 def test_what_is_evicted_is_stored_when_its_block_is_written() -> None:
     host = HostCache(8)
     for block in range(5):
@@ -198,6 +210,41 @@ def test_a_run_of_decodes_goes_on_beside_requests_that_wait_for_loads(is_special
     llm.run()
     for one in requests:
         assert one.output_token_ids == continuation(one.prompt_token_ids, 12)
+
+
+def test_who_needs_no_load_does_not_wait_for_those_of_others() -> None:
+    llm, (_, *prompts) = decode_and_prompts(most_loads=1)
+    llm.step()
+    plain = make_request([900] * 5, 2)
+    llm.scheduler.add(plain)
+    llm.step()
+    assert plain.num_output_tokens == 1 and all(request.awaits_loads for request in prompts)
+
+
+@pytest.mark.parametrize("most_loads", [11, 12])
+def test_a_prefix_that_a_step_may_load_starts_with_it(most_loads: int) -> None:
+    llm, (_, first, second) = decode_and_prompts(most_loads)
+    llm.step()
+    assert first.num_output_tokens == (most_loads == 12) and second.awaits_loads
+
+
+def test_a_request_that_loses_its_blocks_while_they_are_loaded_comes_back() -> None:
+    llm = make_llm(16, num_host_blocks=100, most_loads=1, max_num_batched_tokens=100)
+    prompt = [500, *range(48)]
+    for text in (prompt, list(range(200, 262))):  # the second one pushes the first out
+        llm.scheduler.add(make_request(text, 1))
+        llm.run()
+    stream, loading = make_request([7] * 5, 40), make_request(prompt, 4)
+    llm.scheduler.add(stream)
+    llm.step()
+    llm.scheduler.add(loading)
+    llm.step()
+    assert loading.awaits_loads
+    while not loading.num_preemptions:
+        llm.step()
+    assert not loading.num_output_tokens
+    llm.run()
+    assert loading.output_token_ids == continuation(prompt, 4)
 
 
 def test_nobody_else_keeps_a_prefix_waiting() -> None:
