@@ -19,7 +19,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
-from slipstream.worker.block_tables import BlockTables
+from slipstream.worker.block_tables import TABLE_STEP, BlockTables, table_width
 from slipstream.worker.input_batch import BatchBuilder, padding_batch
 from slipstream.worker.interface import StepInput
 
@@ -289,3 +289,10 @@ def test_padding_writes_nothing(num_tokens: int) -> None:
     assert batch.block_tables.shape == (1, 4) and batch.query_start_loc.tolist() == [0, num_tokens]
     assert (batch.num_decode_requests, batch.num_decode_tokens) == ((1, num_tokens) if is_decode else (0, 0))
     assert batch.prompt_prefixes == (() if is_decode else (0,)), "an entry for each prompt"
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 64])
+def test_tables_have_room_for_the_longest_sequence_and_the_token_after_it(block_size: int) -> None:
+    for max_model_len in (1, 15, 16, 17, 127, 128, 1023, 1024, 1025):
+        needed, width = -(-(max_model_len + 1) // block_size), table_width(max_model_len, block_size)
+        assert needed <= width < needed + TABLE_STEP and width % TABLE_STEP == 0
