@@ -9,19 +9,24 @@ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::current->cta->shared.data());
 }
 
+inline char* shared_bytes(uint32_t address, size_t size) {
+  if (address + size > emulator::current->cta->shared.size()) emulator::fail("an access outside of shared memory");
+  return emulator::shared(address);
+}
+
 template <typename T>
 T load_shared(uint32_t address) {
   T value;
-  std::memcpy(&value, emulator::shared(address), sizeof(T));
+  std::memcpy(&value, shared_bytes(address, sizeof(T)), sizeof(T));
   return value;
 }
 inline uint32_t load_shared_4(uint32_t address) { return load_shared<uint32_t>(address); }
 inline uint2 load_shared_8(uint32_t address) { return load_shared<uint2>(address); }
 inline uint4 load_shared_16(uint32_t address) { return load_shared<uint4>(address); }
 
-inline void store_shared_2(uint32_t address, uint32_t v) { std::memcpy(emulator::shared(address), &v, 2); }
-inline void store_shared_4(uint32_t address, uint32_t v) { std::memcpy(emulator::shared(address), &v, 4); }
-inline void store_shared_4(uint32_t address, float v) { std::memcpy(emulator::shared(address), &v, 4); }
+inline void store_shared_2(uint32_t address, uint32_t v) { std::memcpy(shared_bytes(address, 2), &v, 2); }
+inline void store_shared_4(uint32_t address, uint32_t v) { std::memcpy(shared_bytes(address, 4), &v, 4); }
+inline void store_shared_4(uint32_t address, float v) { std::memcpy(shared_bytes(address, 4), &v, 4); }
 inline void store_shared_8(uint32_t address, float x, float y) {
   store_shared_4(address, x);
   store_shared_4(address + 4, y);
