@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from slipstream_kernels.attention.attention_call import AttentionMetadata, AttentionOptions
 from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.bench import median_seconds
-from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
+from slipstream_kernels.kv_cache import INT4_DTYPE, QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
 
 BLOCK_SIZE = 64
 REPEATS = 10
@@ -55,6 +55,8 @@ SHAPES = (
     [Shape(length, length) for length in (1024, 2048, 4096, 8192, 16384, 32768)]
     + [Shape(2048, 2048, batch=8), Shape(2048, 8192), Shape(2048, 32768), Shape(8192, 65536)]
     + [Shape(8192, 8192, num_q_heads=40, num_kv_heads=40), Shape(8192, 8192, head_dim=64)]
+    + [Shape(8192, 8192, num_q_heads=32, num_kv_heads=32, head_dim=dim) for dim in (80, 96)]
+    + [Shape(*of, num_q_heads=16, num_kv_heads=8, head_dim=256) for of in ((1024, 1024), (8192, 8192), (2048, 32768))]
 )
 
 
@@ -134,6 +136,8 @@ def calls(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
     if shape.query_len == shape.seq_len:
         versions.update({name: library_call(shape, backend) for name, backend in LIBRARY.items()})
     for name, kv_dtype in QUANTIZED_KV_DTYPES.items():
+        if kv_dtype == INT4_DTYPE and shape.head_dim % 32:
+            continue  # rows that the kernel refuses
         versions[name] = paged_call(shape, "cuda", kv_dtype=kv_dtype)
     for name, rounds in (("keys in fp8", ("fp8_queries",)), ("all in fp8", ("fp8_queries", "fp8_probs"))):
         versions[f"fp8_e4m3, {name}"] = paged_call(shape, "cuda", kv_dtype=torch.float8_e4m3fn, rounds=rounds)

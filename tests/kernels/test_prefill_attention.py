@@ -26,7 +26,18 @@ from tolerances import ATTENTION
 # Around the edges of tiles (128 rows of tokens x heads, 128 keys) and blocks; single tokens, chunks, padding.
 EDGES = ([1, 31, 32, 33, 127, 128, 129, 5, 30, 1], [1, 31, 32, 33, 127, 128, 129, 200, 257, 0])
 # num_q_heads, num_kv_heads, head_dim, block_size
-GEOMETRIES = [(4, 4, 64, 16), (8, 2, 128, 64), (8, 1, 64, 128), (5, 1, 128, 32), (6, 2, 128, 256)]
+GEOMETRIES = [
+    *((4, 4, 64, 16), (8, 2, 128, 64), (8, 1, 64, 128), (5, 1, 128, 32), (6, 2, 128, 256)),
+    *(
+        (4, 2, 80, 16),
+        (4, 4, 80, 64),
+        (8, 2, 96, 64),
+        (3, 3, 96, 16),
+        (4, 4, 256, 16),
+        (8, 2, 256, 64),
+        (5, 1, 256, 128),
+    ),
+]
 OPTIONS = {
     "window": {"sliding_window": 100},
     "narrow window": {"sliding_window": 1},
@@ -39,7 +50,17 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "kv, head_dim", [(0, 64), (0, 128), (2, 128), (cuda_prefill.FP8_KEYS, 128), (cuda_prefill.ALL_FP8, 128)]
+    "kv, head_dim",
+    [
+        (0, 64),
+        (0, 96),
+        (0, 128),
+        (0, 256),
+        (2, 128),
+        (2, 256),
+        (cuda_prefill.FP8_KEYS, 128),
+        (cuda_prefill.ALL_FP8, 128),
+    ],
 )
 def test_compiles_without_spills_or_serialised_products(kv, head_dim) -> None:
     assert_compiles_well(cuda_prefill.SOURCE, cuda_prefill.variant(torch.bfloat16, kv, head_dim))
@@ -75,6 +96,12 @@ def test_refusal_says_why() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda cannot run"):
             paged_attention(*batch.arguments(), backend="cuda")
+
+
+def test_int4_rows_that_the_copy_engine_cannot_read_are_refused(hopper) -> None:
+    case = make_case([33], [33], (4, 2, 80, 64), torch.bfloat16, torch.uint8, seed=9).to(hopper)
+    with pytest.raises(ValueError, match="rows of int4 with 80 features do not begin at multiples of 16 bytes"):
+        paged_attention(*case.arguments(), backend="cuda")
 
 
 def call_of(batch: PagedBatch, options: dict | None = None) -> AttentionCall:
@@ -122,7 +149,11 @@ def test_options(hopper, head_dim, option) -> None:
 
 @pytest.mark.parametrize("is_staged", [False, True], ids=["converted in the kernel", "staged"])
 @pytest.mark.parametrize("kv_dtype", [FP8, torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("geometry", [(8, 2, 128, 64), (4, 4, 64, 16), (5, 1, 128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [(8, 2, 128, 64), (4, 4, 64, 16), (5, 1, 128, 128), (4, 2, 96, 64), (4, 2, 256, 64), (5, 1, 256, 16)],
+    ids=str,
+)
 def test_quantised_caches(hopper, geometry, kv_dtype, is_staged, monkeypatch) -> None:
     """make_case leaves NaN, where a type has it, in every slot and scale that no request owns."""
     if is_staged:
@@ -248,11 +279,15 @@ def test_keys_are_split_in_a_last_wave_that_is_not_full(
 
 
 @pytest.mark.parametrize("option", ["window", "all", "none"])
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8, torch.int8], ids=str)
-def test_split_keys_are_added_up(hopper, kv_dtype, option) -> None:
+@pytest.mark.parametrize(
+    "kv_dtype, head_dim",
+    [(torch.bfloat16, 128), (FP8, 128), (torch.int8, 128), (torch.bfloat16, 96), (torch.bfloat16, 256), (FP8, 256)],
+    ids=str,
+)
+def test_split_keys_are_added_up(hopper, kv_dtype, head_dim, option) -> None:
     """Chunks after prefixes of many tiles, after short ones, padding; the same bits from run to run."""
     queries, lengths = [70, 33, 1, 20], [4700, 900, 2500, 0]
-    case = make_case(queries, lengths, (8, 2, 128, 64), torch.bfloat16, kv_dtype, seed=11)
+    case = make_case(queries, lengths, (8, 2, head_dim, 64), torch.bfloat16, kv_dtype, seed=11)
     moved = case.to(hopper)
     slopes = torch.full((8,), 0.01, device=hopper)
     sinks = torch.linspace(-1, 3, 8, device=hopper)

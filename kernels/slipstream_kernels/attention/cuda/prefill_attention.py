@@ -21,18 +21,20 @@ from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 
 SOURCE = "sm90_prefill_attention.cu"
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 # PrefillKv of csrc/schedule/prefill_shape.cuh: caches of these types; copies of their blocks; keys of an fp8 cache;
 # both products in e4m3.
 KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
 STAGED, FP8_KEYS, ALL_FP8 = 4, 5, 6
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+# Head dim, whether it has a soft cap (Gemma 2), whether ALiBi (Baichuan 13B).
+OPTIONS_OF_MODELS = ((128, True, False), (256, True, False), (128, False, True))
 # Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
 SECTION_BYTES = 32 << 20
 # Keys may be split where sequences may be so long; into how many parts, the device decides by the step's tiles
 # (csrc/schedule/prefill_splits.cuh), which are at most so many for each SM.  A tile has 64 rows in 4 warps.
 MIN_SPLIT_LEN, PARTS_PER_SM = 4096, 2
-WARPS_OF_TILE = {64: 12, 128: 8}
+WARPS_OF_TILE = {64: 12, 80: 8, 96: 8, 128: 8, 256: 8}
 
 POINTERS = (
     "q", "key_cache", "value_cache", "key_scale", "value_scale", "out", "block_tables", "query_start_loc", "seq_lens",
@@ -73,7 +75,10 @@ def refusal(call: AttentionCall) -> str | None:
         return "q's heads do not begin at multiples of 16 bytes"
     if any(tensor.data_ptr() % 16 for tensor in _copied(call)):
         return "the cache does not begin at a multiple of 16 bytes"
-    is_staged = source_of_keys_and_values(call) in _STAGERS
+    source = source_of_keys_and_values(call)
+    if not _has_whole_rows(source, q.shape[2]):
+        return f"rows of int4 with {q.shape[2]} features do not begin at multiples of 16 bytes"
+    is_staged = source in _STAGERS
     return build_refusal(SOURCE, defines(call)) or (build_refusal(prefill_stage.SOURCE, ()) if is_staged else None)
 
 
@@ -145,10 +150,22 @@ def variant(
 
 
 def variants() -> list[tuple[str, ...]]:
-    """Those worth building ahead of time: of all types and head dims, without soft cap and ALiBi."""
-    kinds = [(kv, dim) for kv in (*sorted(set(KV_TYPES.values())), STAGED) for dim in HEAD_DIMS]
+    """Those worth building ahead of time: of all types and head dims, and the soft cap and ALiBi of known models."""
+    caches = (*sorted(set(KV_TYPES.values())), STAGED)
+    kinds = [(kv, dim) for kv in caches for dim in HEAD_DIMS if _has_whole_rows(kv, dim)]
     in_fp8 = [(kv, FP8_QUERY_HEAD_DIM) for kv in (FP8_KEYS, ALL_FP8)]
-    return [variant(query, *kind) for query in TYPES for kind in (*kinds, *in_fp8)]
+    plain = [variant(query, *kind) for query in TYPES for kind in (*kinds, *in_fp8)]
+    with_options = [
+        variant(torch.bfloat16, kv, dim, has_soft_cap, has_alibi)
+        for dim, has_soft_cap, has_alibi in OPTIONS_OF_MODELS
+        for kv in (0, KV_TYPES[FP8_DTYPE], STAGED)
+    ]
+    return plain + with_options
+
+
+def _has_whole_rows(kv: int, head_dim: int) -> bool:
+    """Whether the copy engine can read the cache's rows: they begin at multiples of 16 bytes."""
+    return kv != KV_TYPES[INT4_DTYPE] or head_dim % 32 == 0
 
 
 @lru_cache
@@ -170,7 +187,8 @@ def _parts(call: AttentionCall) -> torch.Tensor | None:
 
 def parts_bytes(num_sms: int, head_dim: int) -> int:
     """What a call over long sequences allocates for them; 0 for another head_dim, which is not served."""
-    return PARTS_PER_SM * num_sms * WARPS_OF_TILE.get(head_dim, 0) * 32 * (head_dim // 2 + 4) * 4
+    tile_dim = -(-head_dim // 64) * 64
+    return PARTS_PER_SM * num_sms * WARPS_OF_TILE.get(head_dim, 0) * 32 * (tile_dim // 2 + 4) * 4
 
 
 def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> PrefillParams:

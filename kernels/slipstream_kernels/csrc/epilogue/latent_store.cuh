@@ -27,7 +27,7 @@ struct LatentStore {
       if (work.num_parts == 1) {
         const int64_t to_row = static_cast<int64_t>(work.start) * p.num_heads + work.first_row + row;
         __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.out) + to_row * Shape::kValueDim + first_column;
-        store_row(to, is_row, out, r, sums[r] == 0.0f ? 0.0f : 1.0f / sums[r]);
+        store_row<2 * kOutputs>(to, is_row, out, r, sums[r] == 0.0f ? 0.0f : 1.0f / sums[r]);
       } else if (is_row) {
         leave_part(static_cast<int64_t>(work.slot) * Shape::kRows + row, r, state, sums[r], out);
       }

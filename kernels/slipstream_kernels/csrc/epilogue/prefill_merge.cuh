@@ -9,7 +9,7 @@ namespace slipstream {
 
 template <typename SHAPE>
 struct SplitMerger {
-  static constexpr int kOutputs = SHAPE::kHeadDim / 2;
+  static constexpr int kOutputs = SHAPE::kTileDim / 2;
   static constexpr int kFloats = kOutputs + 4;  // of a thread: outputs, maxima and normalisers of two rows
 
   const PrefillParams& p;

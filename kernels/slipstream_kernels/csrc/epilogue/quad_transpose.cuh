@@ -20,11 +20,12 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
   }
 }
 
-// A row's outputs (of two, r) times `factor` to `to`, its first column, as T; all lanes take part.
-template <typename T, int N>
+// A row's outputs (of two, r) times `factor` to `to`, its first column, as T; all lanes take part. COLUMNS: of those that
+// it has, how many are stored, in eights.
+template <int COLUMNS, typename T, int N>
 __device__ __forceinline__ void store_row(T* to, bool is_row, const float (&out)[N], int r, float factor) {
 #pragma unroll
-  for (int first = 0; first < N / 4; first += 4) {
+  for (int first = 0; first < COLUMNS / 8; first += 4) {
     uint32_t words[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void store_row(T* to, bool is_row, const float (&out)
       words[j] = pack<T>(out[i] * factor, out[i + 1] * factor);
     }
     transpose_in_quad(words);
-    if (is_row) {
+    if (is_row && (COLUMNS % 32 == 0 || 8 * (first + static_cast<int>(threadIdx.x % 4)) < COLUMNS)) {
       *reinterpret_cast<uint4*>(to + 8 * (first + threadIdx.x % 4)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }

@@ -111,7 +111,17 @@ struct PrefillConsumer : PrefillRows<SHAPE> {
     begin_products();
 #pragma unroll
     for (int k = 0; k < SHAPE::kKeys / 16; ++k) {
-      multiply_columns<Operand>(out, probs + 4 * k, values + ((k * 16 * kSwizzleBytes) >> 4));
+      const uint64_t rows = values + ((k * 16 * kSwizzleBytes) >> 4);
+      if constexpr (SHAPE::kOutputParts == 1) {
+        multiply_columns<Operand>(out, probs + 4 * k, rows);
+      } else {
+#pragma unroll
+        for (int part = 0; part < SHAPE::kOutputParts; ++part) {
+          auto& of_part = reinterpret_cast<float(&)[kOutputs / SHAPE::kOutputParts]>(out[part * kOutputs / SHAPE::kOutputParts]);
+          const int slab = part * SHAPE::kSlabs / SHAPE::kOutputParts;
+          multiply_columns<Operand>(of_part, probs + 4 * k, rows + ((slab * SHAPE::kKeySlab) >> 4));
+        }
+      }
     }
     commit_products();
   }

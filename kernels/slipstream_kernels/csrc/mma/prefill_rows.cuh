@@ -20,7 +20,7 @@ struct PrefillRows {
   using Operand = typename SHAPE::Operand;
   using KeyOperand = typename SHAPE::KeyOperand;
   static constexpr int kScores = SHAPE::kKeys / 2;
-  static constexpr int kOutputs = SHAPE::kHeadDim / 2;
+  static constexpr int kOutputs = SHAPE::kTileDim / 2;
 
   const typename SHAPE::Params& p;
   PrefillMemory<SHAPE> memory;
@@ -142,7 +142,7 @@ struct PrefillRows {
               (static_cast<int64_t>(work.start + token) * p.num_q_heads + head) * SHAPE::kHeadDim;
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) store_row(to[r], is_row[r], out, r, inverse[r]);
+    for (int r = 0; r < 2; ++r) store_row<SHAPE::kHeadDim>(to[r], is_row[r], out, r, inverse[r]);
   }
 
   // Of a row over its keys: the logarithm of the sum of exponentials, which later pieces of keys are merged by.

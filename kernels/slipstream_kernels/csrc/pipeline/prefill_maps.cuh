@@ -27,15 +27,16 @@ struct MapEncoder {
   bool encode_cache(CUtensorMap* map) const {
     constexpr bool kIsStaged = IS_KEYS ? SHAPE::kHasStagedKeys : SHAPE::kHasStagedValues;
     constexpr bool kIsRaw = SHAPE::kIsConverted || (IS_KEYS && SHAPE::kHasFp8Keys);
-    constexpr int kSlabs = IS_KEYS ? SHAPE::kKeySlabs : SHAPE::kSlabs;
-    constexpr uint64_t kRowBytes = kSlabs * (SHAPE::kIsConverted ? SHAPE::kRawRowBytes : kSwizzleBytes);
-    constexpr uint64_t kRow = kIsRaw ? kRowBytes : SHAPE::kHeadDim;
+    constexpr int kBits = SHAPE::kIsConverted ? KvFormat<SHAPE::kKvType>::kBits : kIsRaw ? 8 : 16;
+    constexpr uint64_t kRowBytes = SHAPE::kHeadDim * kBits / 8, kRow = kIsRaw ? kRowBytes : SHAPE::kHeadDim;
+    constexpr uint32_t kBox = SHAPE::kIsConverted ? SHAPE::kRawRowBytes : kIsRaw ? kSwizzleBytes : 64;
+    static_assert(kRowBytes % 16 == 0);
     const int block_log2 = kIsStaged ? kStagedRowsLog2 : p.block_size_log2;
     const uint64_t num_blocks = kIsStaged ? uint64_t{1} * p.num_requests * p.staged_blocks : p.num_blocks;
     const uint64_t part_rows = 1 << std::min(block_log2, kMaxPartRowsLog2);
     const uint64_t num_parts = num_blocks * p.num_kv_heads * ((1 << block_log2) / part_rows);
     const Extent<3> cache{{kRow, part_rows, num_parts}, {kRowBytes, part_rows * kRowBytes},
-                       {static_cast<uint32_t>(kRow) / kSlabs, static_cast<uint32_t>(part_rows), 1}};
+                       {kBox, static_cast<uint32_t>(part_rows), 1}};
     constexpr auto kCacheType = kIsRaw ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                        : kIsStaged ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : kType;
     constexpr auto kSwizzle = SHAPE::kIsConverted ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;

@@ -32,7 +32,8 @@ struct PrefillMaps {
 
 // SLIPSTREAM_* choices as a type. Tiles are the largest whose scores, probabilities and outputs the registers hold and
 // whose two stages fit into shared memory. Measured: docs/measurements, 2026-11-21.
-// Operands lie in slabs of 64 columns (128 swizzled bytes) by all rows of a tile. A cache of another type than the
+// Operands lie in slabs of 64 columns (128 swizzled bytes) by all rows of a tile; columns beyond a head's are zero, as
+// copies from outside of a row are, and are not stored. A cache of another type than the
 // queries passes through a raw ring, in slabs of the same columns, and is multiplied as fp16, which holds them all.
 template <typename T, PrefillKv KV, int HEAD_DIM, bool HAS_SOFT_CAP, bool HAS_ALIBI>
 struct PrefillShape {
@@ -51,16 +52,19 @@ struct PrefillShape {
   using KeyOperand = std::conditional_t<kHasFp8Keys, __nv_fp8_e4m3, Operand>;  // of queries and keys
   static constexpr KvType kKvType = kIsConverted ? static_cast<KvType>(KV) : KvType::k16Bit;
   static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kSlabs = (HEAD_DIM + 63) / 64;  // of outputs, and of 16-bit values
+  static constexpr int kTileDim = 64 * kSlabs;
   static constexpr bool kHasSoftCap = HAS_SOFT_CAP;
   static constexpr bool kHasAlibi = HAS_ALIBI;
-  static constexpr int kWarpgroups = HEAD_DIM == 64 && !kIsConverted ? 3 : 2;  // that multiply, 64 rows each
+  static constexpr int kWarpgroups = kTileDim == 64 && !kIsConverted ? 3 : 2;  // that multiply, 64 rows each
   static constexpr int kFirstMultiplier = kIsConverted ? 2 : 1;
   static constexpr int kThreads = 128 * (kFirstMultiplier + kWarpgroups);
   static constexpr int kRows = 64 * kWarpgroups;
-  static constexpr int kKeys = kHasFp8Values ? 256 : HEAD_DIM == 128 && !kIsConverted ? 192 : 128;
-  static constexpr int kSlabs = HEAD_DIM / 64;  // of outputs, and of 16-bit values
+  static constexpr int kKeys = kHasFp8Values ? 256 : kTileDim == 256 ? 64 : kTileDim == 128 && !kIsConverted ? 192 : 128;
+  // Instructions of a product with values: one of 256 columns wants more registers than a launch of 512 threads has.
+  static constexpr int kOutputParts = kTileDim == 256 && kIsConverted ? 2 : 1;
   static constexpr int kQuerySlabs = kSlabs;
-  static constexpr int kKeySlabs = HEAD_DIM * static_cast<int>(sizeof(KeyOperand)) / kSwizzleBytes;
+  static constexpr int kKeySlabs = kTileDim * static_cast<int>(sizeof(KeyOperand)) / kSwizzleBytes;
   static constexpr int kValueSlabs = kHasFp8Values ? kSlabs / 2 : kSlabs;  // transposed ones have as many bytes
   static constexpr float kProbsLog2 = kHasFp8Values ? 8.0f : 0.0f;  // what probabilities are multiplied by
   static constexpr int kStages = 2;
@@ -70,7 +74,7 @@ struct PrefillShape {
   static constexpr int kKeyBytes = kKeySlabs * kKeySlab;
   static constexpr int kValueBytes = kValueSlabs * kKeySlab;
   static constexpr int kConverterWarps = kIsConverted ? 4 : 0;
-  static constexpr int kRawStages = kIsConverted ? 3 : 0;
+  static constexpr int kRawStages = !kIsConverted ? 0 : kTileDim == 256 ? 2 : 3;
   static constexpr int kRawRowBytes = 64 * KvFormat<kKvType>::kBits / 8;
   static constexpr int kRawSlab = kKeys * kRawRowBytes;
   static constexpr int kScaleOffset = kSlabs * kRawSlab;
