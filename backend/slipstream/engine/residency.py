@@ -67,9 +67,8 @@ class Residency:
         self.order: Order | None = None
         self.level = 0
         self._may_prepare = True
-        self.idle_since: float | None = (
-            None  # time.monotonic() of the first step without anything to do; None: there was
-        )
+        # time.monotonic() of the first step that had nothing to do; None: the last one had
+        self.idle_since: float | None = None
 
     # ---- any thread, under the engine's lock
 
