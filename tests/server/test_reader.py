@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +19,7 @@ from gateway import GatewayProcess
 from patience import PATIENCE_S, wait_until
 from slipstream.server.body_cost import reading_us
 from slipstream.server.guard import MAX_READING_US
+from slipstream.server.handover import give, make_queue, take
 
 CHAT = "/v1/chat/completions"
 DEAR = [""] * 12_000
@@ -61,6 +64,24 @@ def test_text_is_cheap_and_values_are_dear() -> None:
     many = dict.fromkeys(map(str, range(20_000)))
     for dear in ([{"type": "text", "text": ""}] * 10_000, [[]] * 100_000, [1] * 400_000, many):
         assert reading_us(json.dumps(dear).encode()) > MAX_READING_US
+
+
+def test_empty_parts_behind_a_body_that_has_been_read_refuse_nothing() -> None:
+    """The last part of a body in chunks: with many of them, the other process is gone before some are sent."""
+    giving, taking = make_queue()
+    client, peer = socket.socketpair()
+
+    async def taken() -> bytes:
+        found = None
+        while found is None:
+            found = await take(taking)
+        found[0].close()
+        return found[1]
+
+    with closing(giving), closing(taking), closing(client), closing(peer), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: asyncio.run(taken()))
+        asyncio.run(give(giving, client, [b"GET /", *[b""] * 100_000]))
+        assert other.result(PATIENCE_S) == b"GET /"
 
 
 def test_answers_are_those_of_a_worker(keyed: GatewayProcess) -> None:

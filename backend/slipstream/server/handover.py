@@ -78,7 +78,8 @@ async def take(queue: socket.socket) -> tuple[socket.socket, bytes] | None:
 async def _send(target: socket.socket, request: Sequence[bytes]) -> None:
     loop = asyncio.get_running_loop()
     for part in (sum(map(len, request)).to_bytes(_LENGTH_BYTES, "little"), *request):
-        await loop.sock_sendall(target, part)
+        if part:  # the last of a body in chunks is empty; sent after the other process has read all, it would fail
+            await loop.sock_sendall(target, part)
 
 
 async def _read(source: socket.socket) -> bytes:
