@@ -241,7 +241,7 @@ def test_alternatives_without_a_rank_are_shown_last(tmp_path: Path) -> None:
     assert list(shown) == ["b", "a", "c"]
 
 
-TOKEN_TEXTS = ["a", '}}, {"', "\\", '"', '\\}}, {\\"', "\u00e9", "null, {"]
+TOKEN_TEXTS = ["a", '}}, {"', "}}, {", "\\", '"', '\\}}, {\\"', "\u00e9", "null, {"]
 
 
 @pytest.mark.parametrize("part_chars", [0, 1, 50, 1 << 20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from slipstream.server.model_tokenizer import ModelTokenizer
 from slipstream.server.sse import Written, to_bytes
 
 _PART_CHARS = 64 << 10
-_BORDER = '}}, {"'  # of two entries, as the engine writes them; in a token's text the quotation mark has a backslash
+# Of two entries, as the engine writes them. In a token's text the quotation mark has a backslash, and behind one that
+# ends a text is no digit.
+_BORDER = re.compile(r'(?<=\}\}), (?=\{"\d)')
 Entry = dict[str, dict[str, Any]]  # token id -> logprob, rank, decoded_token; the chosen token first
 
 
@@ -57,10 +60,9 @@ def _parts(text: str) -> Iterator[list[Entry | None]]:
     """The entries in parts that take a millisecond each to read: a million alternatives at once take half a second, in
     which no other thread runs. A text of one part has its border elsewhere, or none."""
     at, opening = 0, ""
-    while (border := text.find(_BORDER, at + _PART_CHARS)) >= 0:
-        end = border + _BORDER.index(",")
-        yield orjson.loads(f"{opening}{text[at:end]}]")
-        at, opening = end + 1, "["
+    while (border := _BORDER.search(text, at + _PART_CHARS)) is not None:
+        yield orjson.loads(f"{opening}{text[at : border.start()]}]")
+        at, opening = border.end(), "["
     yield orjson.loads(opening + text[at:]) or [] if text else []
 
 
