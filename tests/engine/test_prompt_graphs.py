@@ -251,6 +251,11 @@ def test_neither_an_answer_nor_the_next_request_waits_for_a_capture(
     engine.step()
     engine.step()
     assert captures == [now, now]
+    for command in (SLEEP, WAKE_UP):
+        now += 10.0
+        engine.post(Control(command))
+        engine.step()
+    assert captures == [now - 20.0] * 2, "who has woken the model asks at once"
 
 
 def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(

@@ -175,7 +175,7 @@ class Residency:
                 raise
             raise CapacityError("the model sleeps on: the device has no memory for it") from error
         self.level = 0
-        self._may_prepare = True
+        self._may_prepare, self.idle_since = True, None
 
     def _finish(self, order: Order, error: SlipstreamError | None) -> None:
         order.error, self.order = error, None
