@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import psutil
@@ -156,3 +156,34 @@ def test_a_reader_that_died_is_started_again_and_ends_with_its_gateway(keyed: Ga
     keyed.process.send_signal(signal.SIGKILL)
     keyed.process.wait(PATIENCE_S)
     wait_until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE, "the reader's end")
+
+
+def test_what_is_there_when_the_gateway_ends_is_answered(fake_triton: FakeTriton) -> None:
+    """What waits for the reader, and a body whose end comes when that takes no more."""
+    body = body_of({"pieces": ["x"]})
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    head += "content-type: application/json\r\n\r\n"
+    with GatewayProcess(fake_triton.url) as gateway, ExitStack() as stack:
+        assert post(gateway, body)[0].status == 200
+        [reader] = readers(gateway)
+        reader.suspend()
+        address = "127.0.0.1", gateway.port
+        late, *waiting = [stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S)) for _ in range(4)]
+        late.sendall(head.encode() + body[:1000])
+        for connection in waiting:
+            connection.sendall(head.encode() + body)
+        owner = psutil.Process(gateway.process.pid)
+        wait_until(lambda: _num_connections(owner, gateway.port) == 1, "the others to be handed over")
+        gateway.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "Shutting down" in gateway.log, "its end")
+        reader.resume()
+        wait_until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE, "the reader's end")
+        late.sendall(body[1000:])
+        for connection in (*waiting, late):
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))  # noqa: B023
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+def _num_connections(process: psutil.Process, port: int) -> int:
+    found = process.net_connections("tcp")
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in found)

@@ -37,12 +37,14 @@ _UNFINISHED, _LEFT_UNFINISHED = 0.75, 0.7
 
 
 class GatewayConfig(uvicorn.Config):
-    """uvicorn's settings and ours, for all connections of a worker. queue: to the reader, None in that itself."""
+    """uvicorn's settings and ours, for all connections of a worker. queue: to the reader, None in that itself.
+    is_ending: the worker ends, and so may the reader."""
 
     def __init__(self, options: GatewayOptions, metrics: Metrics, queue: socket.socket | None, **settings: Any) -> None:
         super().__init__(**settings)
         self.options, self.metrics, self.queue = options, metrics, queue
         self.pool = ConnectionPool()
+        self.is_ending = False
 
 
 def _until_the_end(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
@@ -73,7 +75,7 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._limits, self._metrics, self._pool = config.options, config.metrics, config.pool
-        self._queue = config.queue
+        self._config, self._queue = config, config.queue
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._hangup: asyncio.TimerHandle | None = None
@@ -261,18 +263,22 @@ class BoundedConnection(HttpToolsProtocol):
 
     # ---- the reader
 
-    async def _hand_over(self, scope: Scope, body: list[bytes]) -> None:
-        """Let the reader answer this request: the connection is its from then on. Raises BusyError."""
+    async def _hand_over(self, scope: Scope, body: list[bytes]) -> bool:
+        """Let the reader answer this request: the connection is its from then on. False: the reader may be gone.
+        Raises BusyError."""
         assert self._queue is not None
         deadline = self.loop.time() + self._limits.send_timeout_s
         while self.transport.get_write_buffer_size():  # of an earlier answer
             if self.loop.time() > deadline:
                 self._stop_sending()
             await asyncio.sleep(_DRAIN_PERIOD_S)
+        if self._config.is_ending:
+            return False
         if not self.transport.is_closing():
             await give(self._queue, self.transport.get_extra_info("socket"), as_sent(scope, body))
             self.transport.abort()
         await asyncio.sleep(0)  # until the connection knows that it is lost
+        return True
 
     # ---- time
 

@@ -221,7 +221,7 @@ class _Body:
         if self._reading_us > MAX_READING_US:
             self.is_handed_over = True  # or its client has left meanwhile, and nobody answers
             try:
-                await self.scope["extensions"][HAND_OVER](self.scope, parts)
+                self.is_handed_over = await self.scope["extensions"][HAND_OVER](self.scope, parts)
             except BusyError:
                 self.is_handed_over = False
                 raise

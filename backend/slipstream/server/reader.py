@@ -38,7 +38,11 @@ class ReaderServer(uvicorn.Server):
         asyncio.get_running_loop().add_reader(self._queue, self._take_one)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What was given before is served, too."""
         asyncio.get_running_loop().remove_reader(self._queue)
+        await asyncio.gather(*self._taking, return_exceptions=True)
+        while self._has_more():
+            await self._serve_one()
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -51,6 +55,12 @@ class ReaderServer(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(self._serve_one())
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
+
+    def _has_more(self) -> bool:
+        try:
+            return self._queue.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return False
 
     async def _serve_one(self) -> None:
         loop = asyncio.get_running_loop()

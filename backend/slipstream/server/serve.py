@@ -126,12 +126,15 @@ def _made_app(options: GatewayOptions, counts: Counts, announces: bool, is_reade
 class _Server(uvicorn.Server):
     """reader: ends as soon as this does, where that is of this process."""
 
-    reader: Reader | None = None
+    def __init__(self, config: GatewayConfig, reader: Reader | None) -> None:
+        super().__init__(config)
+        self._gateway_config, self._reader = config, reader
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        if self.reader is not None:
-            self.reader.begin_end()
+        self._gateway_config.is_ending = True
+        if self._reader is not None:
+            self._reader.begin_end()
 
 
 def _work(
@@ -144,9 +147,8 @@ def _work(
 ) -> None:
     request_log.set_up(options.log_level, options.log_format)
     hold(shared.responses.parent)
-    server = _Server(make_config(options, open_counts(options, shared), queue, announces))
-    server.reader = reader
-    server.run(sockets=[listening])
+    config = make_config(options, open_counts(options, shared), queue, announces)
+    _Server(config, reader).run(sockets=[listening])
 
 
 def _read(options: GatewayOptions, shared: Shared, queue: socket) -> None:
@@ -177,9 +179,9 @@ def _supervise(options: GatewayOptions, shared: Shared, listening: socket, queue
             if not worker.is_alive():
                 logger.error("worker %s ended with %s: starting another", worker.pid, worker.exitcode)
                 workers[index] = start()
-    reader.begin_end()
-    for worker in workers:
+    for worker in workers:  # before the reader, to which they then give nothing more
         worker.terminate()
+    reader.begin_end()
     for worker in workers:
         worker.join(options.shutdown_timeout_s + 5)
         worker.kill()
