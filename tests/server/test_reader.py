@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -20,6 +22,7 @@ from patience import PATIENCE_S, wait_until
 from slipstream.server.body_cost import reading_us
 from slipstream.server.guard import MAX_READING_US
 from slipstream.server.handover import give, make_queue, take
+from slipstream.server.reader import Reader
 
 CHAT = "/v1/chat/completions"
 DEAR = [""] * 12_000
@@ -82,6 +85,31 @@ def test_empty_parts_behind_a_body_that_has_been_read_refuse_nothing() -> None:
         other = pool.submit(lambda: asyncio.run(taken()))
         asyncio.run(give(giving, client, [b"GET /", *[b""] * 100_000]))
         assert other.result(PATIENCE_S) == b"GET /"
+
+
+def test_a_reader_that_cannot_be_started_is_started_later() -> None:
+    giving, taking = make_queue()
+    has_started = threading.Event()
+
+    class Process:
+        pid, exitcode, num_starts = 1, 0, 0
+
+        def start(self) -> None:
+            Process.num_starts += 1
+            if Process.num_starts == 1:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")  # no process is free
+            has_started.set()
+
+        def is_alive(self) -> bool:
+            return True
+
+        join = terminate = kill = lambda *_: None
+
+    with closing(giving), closing(taking):
+        reader = Reader(taking, Process)  # type: ignore[arg-type]
+        giving.send(b"x")
+        assert has_started.wait(PATIENCE_S)
+        reader.end(0.0)
 
 
 def test_answers_are_those_of_a_worker(keyed: GatewayProcess) -> None:

@@ -110,8 +110,17 @@ class Reader:
             if self._process is not None and self._process.is_alive():
                 self._process.join(_CHECK_S)
             elif poll.poll(_CHECK_S * 1000) and not self._stop.is_set():
-                if self._process is not None:
-                    logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
-                process = self._make()
-                process.start()
-                self._process = process
+                self._start_process()
+
+    def _start_process(self) -> None:
+        """Later, if there is no memory or no process for it now."""
+        if self._process is not None:
+            logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
+        process = self._make()
+        try:
+            process.start()
+        except OSError as error:
+            logger.error("the reader cannot be started, trying again: %s", error)
+            self._stop.wait(_CHECK_S)
+        else:
+            self._process = process
