@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
@@ -21,7 +22,7 @@ FIELD = "guided_decoding_guide"
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 )
-_LARGEST = 10**308  # about that of a double, in which xgrammar's parser holds numbers
+_LARGEST = sys.float_info.max  # xgrammar's parser holds numbers in doubles
 _TAG_COUNTS = frozenset(("min", "max", "max_chars"))  # of a structural tag's formats
 # what is not closed reaches to the end: looking for the end again from each bracket would be quadratic
 _CLASS = r"(?:\\(?:.|\Z)|[^\]\\])*(?:\]|\Z)"
@@ -124,8 +125,8 @@ def _check_schema(schema: object, limits: StructuredOutputConfig) -> None:
                 below += node.values()
             elif isinstance(node, list):
                 below += node
-            elif isinstance(node, int) and abs(node) > _LARGEST:
-                raise RequestError(FIELD, "has an integer of more than 308 digits, accepted: numbers up to 1e308")
+            elif isinstance(node, int | float) and abs(node) > _LARGEST:
+                raise RequestError(FIELD, "has a number of more than 308 digits, accepted: numbers up to 1e308")
         level, depth = below, depth + 1
     _check("properties", num_properties, limits.max_properties, "guided_max_properties")
 
