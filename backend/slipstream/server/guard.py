@@ -22,7 +22,7 @@ from slipstream.server.hosts import HostRule
 from slipstream.server.ledger import Ledger
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
-from slipstream.server.request_log import RequestRecord
+from slipstream.server.request_log import CLIENT_LEFT, RequestRecord
 from slipstream.server.tenancy import Lease, Tenants
 from slipstream.server.tracing import GatewayTracing
 from slipstream.server.turns import MAX_READ_AT_ONCE_BYTES, Turn, Turns
@@ -157,6 +157,8 @@ class Guard:
         if body.is_complete:  # who asks for more waits for the client to leave: the request has been read
             body.end_turn()
         message = await body.receive()
+        if message["type"] == "http.disconnect" and not body.is_complete:
+            body.is_broken_off = True
         if message["type"] == "http.request":
             self._num_body_bytes += body.add(message.get("body", b""))
             if body.num_bytes > self._max_body_bytes:
@@ -194,13 +196,15 @@ class Guard:
 
 @dataclass(slots=True)
 class _Body:
-    """A request's, which is kept until that is answered. num_bytes: received so far. is_answered: the request counts as
-    one that is being answered. turn: of a large one, until the request has been read."""
+    """A request's, which is kept until that is answered. num_bytes: received so far. is_broken_off: its client left
+    before its end. is_answered: the request counts as one that is being answered. turn: of a large one, until the
+    request has been read."""
 
     scope: Scope
     receive: Receive
     num_bytes: int = 0
     is_complete: bool = False
+    is_broken_off: bool = False
     is_answered: bool = False
     is_handed_over: bool = False
     turn: Turn | None = None
@@ -254,6 +258,8 @@ class _Answer:
             if message["type"] == "http.response.start":
                 self._body.end_turn()
                 self._record.status = message["status"]
+                if self._body.is_broken_off:  # what is told to nobody: that the body is no JSON
+                    self._record.status, self._record.end, self._record.error = CLIENT_GONE, CLIENT_LEFT, ""
                 request_id = self._record.request_id.encode()
                 own = [(b"x-request-id", request_id)]
                 if is_of_messages(self._record.path):
