@@ -101,7 +101,9 @@ def test_experts_that_are_not_written_out_take_no_workspace(
         (128, None, 2 * 132 * 128 * 136 * 4),  # 128 rows: 128 outputs each, maximum and normaliser of each thread's two
         # 64 rows of 512 outputs and two sums, and a count of arrivals
         (192, LatentSpec(512, 128, 64, 128), 2 * 132 * 64 * 514 * 4 + 132 * 4),
-        (80, None, 0),
+        (80, None, 2 * 132 * 128 * 136 * 4),  # in tiles of 128
+        (256, None, 2 * 132 * 128 * 264 * 4),
+        (112, None, 0),
     ],
 )
 def test_the_workspace_holds_what_splits_of_keys_leave(
