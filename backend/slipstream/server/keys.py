@@ -20,6 +20,7 @@ from slipstream.core.settings import MAX_CACHE_SALT_BYTES
 
 _OPTION = "--api-key-file"
 _HEX = re.compile("[0-9a-f]{64}")
+_JSON = re.compile(r"\s*(?:\{|\[\s*[{\"\]])")  # an object, or a list, which is refused
 _LIMITS = {  # minimum values
     "max_priority": -MAX_INT32 - 1,
     "max_num_seqs": 0,
@@ -72,7 +73,7 @@ def read_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(_OPTION, str(path), f"cannot be read: {error}") from None
-        read = _from_json(path, text) if text.lstrip().startswith(("{", "[{")) else _from_lines(text)
+        read = _from_json(path, text) if _JSON.match(text) else _from_lines(text)
         if not read:
             raise ConfigError(_OPTION, str(path), "holds no key; without the option everybody may call")
         keys += read
