@@ -147,6 +147,17 @@ def test_a_connection_that_was_used_before(keyed: GatewayProcess) -> None:
             assert connection.getresponse().read().startswith(b'{"error"')
 
 
+def test_what_comes_behind_a_request_does_not_end_its_answer(keyed: GatewayProcess) -> None:
+    """A worker reads at most 256 KiB at once, and then no more of a request that waits for another's answer."""
+    body, more = body_of({"pieces": ["x"]}), b"a" * (400 << 10)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n" + "".join(f"{k}: {v}\r\n" for k, v in HEADERS.items())
+    requests = b"".join(f"{head}content-length: {len(one)}\r\n\r\n".encode() + one for one in (body, more))
+    with closing(socket.create_connection(("127.0.0.1", keyed.port), timeout=PATIENCE_S)) as connection:
+        connection.sendall(requests)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
 def test_workers_share_a_reader(fake_gateway: GatewayProcess) -> None:
     headers = {"authorization": "Bearer sk-right"}
     for _ in range(6):

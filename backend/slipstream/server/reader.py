@@ -25,6 +25,16 @@ logger = logging.getLogger(__name__)
 _CHECK_S = 0.5
 
 
+class HandedConnection(BoundedConnection):
+    """One that was handed over with its request, and ends with the answer. Nothing that comes behind it is read."""
+
+    def read_request(self, request: bytes) -> None:
+        super().data_received(request)
+
+    def data_received(self, data: bytes) -> None:
+        """To the parser it would be an error, which ends the answer."""
+
+
 class ReaderServer(uvicorn.Server):
     """Serves what comes through `queue`, until the process that started it is gone."""
 
@@ -70,13 +80,13 @@ class ReaderServer(uvicorn.Server):
                 client, request = taken
                 with suppress(OSError):  # it has left
                     _, connection = await loop.connect_accepted_socket(self._make_connection, client)
-                    connection.data_received(request)
+                    connection.read_request(request)
         finally:
             if not self.should_exit:
                 loop.add_reader(self._queue, self._take_one)
 
-    def _make_connection(self) -> BoundedConnection:
-        return BoundedConnection(self._gateway_config, self.server_state, self.lifespan.state)
+    def _make_connection(self) -> HandedConnection:
+        return HandedConnection(self._gateway_config, self.server_state, self.lifespan.state)
 
 
 class Reader:
