@@ -152,6 +152,13 @@ def test_an_empty_text_has_no_embedding(fake_client: openai.OpenAI) -> None:
             fake_client.embeddings.create(model="encoder", input=wrong)
 
 
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_an_embedding_that_is_no_number_is_the_fault_of_the_model(fake_client: openai.OpenAI, form: str) -> None:
+    body = {"model": "encoder", "input": ["x", "nan"], "encoding_format": form}
+    with pytest.raises(openai.InternalServerError, match="the model 'encoder' gave numbers that are not finite"):
+        fake_client.post("/embeddings", cast_to=dict, body=body)
+
+
 def test_an_echo_is_not_of_a_truncated_prompt(fake_client: openai.OpenAI) -> None:
     extra = {"truncate_prompt_tokens": 3}
     for stream in (False, True):

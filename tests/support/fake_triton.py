@@ -119,7 +119,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return ""
 
     def ModelInfer(self, request: Any, context: Any) -> Any:
-        """An embedding of three numbers: length of the text, number of spaces, 0.5."""
+        """An embedding of three numbers: length of the text, number of spaces, 0.5; of "nan" it has that number."""
         self.requests.append(request)
         data, texts = request.raw_input_contents[0], []
         while data:
@@ -128,7 +128,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             data = data[4 + size :]
         reply = service_pb2.ModelInferResponse(model_name=request.model_name)
         reply.outputs.add(name="embedding", datatype="FP32", shape=[len(texts), 3])
-        vectors = np.array([[len(text), text.count(" "), 0.5] for text in texts], np.float32)
+        last = [float(text) if text == "nan" else 0.5 for text in texts]
+        vectors = np.array([[len(text), text.count(" "), number] for text, number in zip(texts, last)], np.float32)
         reply.raw_output_contents.append(vectors.tobytes())
         return reply
 

@@ -112,6 +112,8 @@ async def _batch(gateway: Gateway, config: Any, texts: list[str]) -> tuple[np.nd
     vectors = np.frombuffer(found[output], dtype="<f4")
     if vectors.size == 0 or vectors.size % len(texts):
         raise ApiError(500, f"the model {config.name!r} gave {vectors.size} numbers for {len(texts)} texts")
+    if not np.isfinite(vectors).all():  # JSON has no such numbers; they would become null
+        raise ApiError(500, f"the model {config.name!r} gave numbers that are not finite", code="internal_error")
     counts = np.frombuffer(found.get(_COUNT, b""), dtype="<i4")
     return vectors.reshape(len(texts), -1), int(counts.sum())
 
