@@ -33,7 +33,8 @@ PER_MINUTE = 40
 @pytest.fixture(scope="module")
 def keyed(fake_triton: FakeTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps({"keys": [{"name": "a", "key": "sk-a", "requests_per_minute": PER_MINUTE}]}))
+    a = {"name": "a", "key": "sk-a", "requests_per_minute": PER_MINUTE}
+    file.write_text(json.dumps({"keys": [a, {"name": "b", "key": "sk-b", "max_num_seqs": 1}]}))
     with GatewayProcess(fake_triton.url, ["--api-key-file", str(file), "--max-body-bytes", str(1 << 20)]) as running:
         yield running
 
@@ -122,7 +123,7 @@ def test_answers_are_those_of_a_worker(keyed: GatewayProcess) -> None:
     assert reply.status == 200 and text.count('"content":"') == 3 and text.endswith("data: [DONE]\n\n")
     reply, text = post(keyed, body_of({}, temperature="warm"))
     assert reply.status == 400 and json.loads(text)["error"]["param"] == "temperature"
-    reply, text = post(keyed, body_of({}), authorization="Bearer sk-b")
+    reply, text = post(keyed, body_of({}), authorization="Bearer sk-c")
     assert reply.status == 401
 
 
@@ -187,9 +188,16 @@ def test_a_client_that_leaves_cancels_its_request(keyed: GatewayProcess, fake_tr
 
 
 def test_a_reader_that_died_is_started_again_and_ends_with_its_gateway(keyed: GatewayProcess) -> None:
-    assert post(keyed, body_of({"pieces": ["x"]}))[0].status == 200
-    [reader] = readers(keyed)
-    reader.kill()
+    """At once, since until then what it had under way counts."""
+    key = {"authorization": "Bearer sk-b"}
+    small = json.dumps({"model": "plain", "messages": [{"role": "user", "content": '{"pieces": ["x"]}'}]})
+    with closing(connect(keyed)) as connection:
+        connection.request("POST", CHAT, body_of({"pieces": ["x"], "hang": True}, stream=True), {**HEADERS, **key})
+        streamed = connection.getresponse()  # whose end is that of the connection
+        assert (streamed.status, post(keyed, small, **key)[0].status) == (200, 429)
+        readers(keyed)[0].kill()
+        wait_until(lambda: post(keyed, small, **key)[0].status == 200, "its sequence to end")
+    readers(keyed)[0].kill()
     assert post(keyed, body_of({"pieces": ["x"]}))[0].status == 200
     [reader] = readers(keyed)
     keyed.process.send_signal(signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A process of its own that reads the bodies which would stop an event loop for long, and answers their requests.
 
 It is a worker whose connections come from the others (handover.py), started when the first one comes. A thread of the
-gateway's first process starts it, again when it died.
+gateway's first process starts it, and at once again when it died: until then, what it had under way counts (ledger.py).
 """
 
 from __future__ import annotations
@@ -119,13 +119,15 @@ class Reader:
         while not self._stop.is_set():
             if self._process is not None and self._process.is_alive():
                 self._process.join(_CHECK_S)
-            elif poll.poll(_CHECK_S * 1000) and not self._stop.is_set():
+            elif self._process is not None or poll.poll(_CHECK_S * 1000):
                 self._start_process()
 
     def _start_process(self) -> None:
         """Later, if there is no memory or no process for it now."""
-        if self._process is not None:
+        if self._process is not None and not self._stop.wait(_CHECK_S):
             logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
+        if self._stop.is_set():
+            return
         process = self._make()
         try:
             process.start()
