@@ -48,6 +48,7 @@ def _older_tag(schema: str) -> str:
         (Guide("json_schema", json.dumps({"type": "number", "minimum": -(10**309)})), "numbers up to 1e308"),
         (Guide("json_schema", json.dumps({"default": 10**400})), "numbers up to 1e308"),
         (Guide("json_schema", '{"type": "number", "maximum": 1e400}'), "numbers up to 1e308"),
+        (Guide("json_schema", '{"type": "array", "minItems": -1e400}'), "numbers up to 1e308"),
     ],
     ids=lambda value: value.type if isinstance(value, Guide) else value.partition("=")[0],
 )

@@ -137,7 +137,7 @@ def _check_object(node: dict[str, object], limits: StructuredOutputConfig) -> in
     for name in counts & node.keys():
         value = node[name]
         if isinstance(value, int | float):
-            _check(f"as {name}", int(min(value, 10**18)), limits.max_repeat, "guided_max_repeat")
+            _check(f"as {name}", int(max(0, min(value, 10**18))), limits.max_repeat, "guided_max_repeat")
     for name, literals in (("pattern", _REGEX_LITERALS), ("grammar", _EBNF_LITERALS)):
         if isinstance(expression := node.get(name), str):
             _check_expression(literals.sub("x", expression), limits)
