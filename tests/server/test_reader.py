@@ -21,7 +21,7 @@ from gateway import GatewayProcess
 from patience import PATIENCE_S, wait_until
 from slipstream.server.body_cost import reading_us
 from slipstream.server.guard import MAX_READING_US
-from slipstream.server.handover import give, make_queue, take
+from slipstream.server.handover import BusyError, give, make_queue, take
 from slipstream.server.reader import Reader
 
 CHAT = "/v1/chat/completions"
@@ -86,6 +86,19 @@ def test_empty_parts_behind_a_body_that_has_been_read_refuse_nothing() -> None:
         other = pool.submit(lambda: asyncio.run(taken()))
         asyncio.run(give(giving, client, [b"GET /", *[b""] * 100_000]))
         assert other.result(PATIENCE_S) == b"GET /"
+
+
+def test_without_a_file_left_the_reader_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def hand_over() -> None:
+        monkeypatch.setattr(socket, "socketpair", none_left)  # not before: the event loop has a pair of its own
+        await give(giving, taking, [b"GET /"])
+
+    giving, taking = make_queue()
+    with closing(giving), closing(taking), pytest.raises(BusyError):
+        asyncio.run(hand_over())
 
 
 def test_a_reader_that_cannot_be_started_is_started_later() -> None:

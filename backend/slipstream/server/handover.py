@@ -44,15 +44,15 @@ def as_sent(scope: Scope, body: Sequence[bytes]) -> list[bytes]:
 
 async def give(queue: socket.socket, client: socket.socket, request: Sequence[bytes]) -> None:
     """Returns when the kernel or the other process has all of it. Raises BusyError."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        try:
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
             socket.send_fds(queue, [b"\0"], [client.fileno(), theirs.fileno()])
             theirs.close()
             await asyncio.wait_for(_send(ours, request), _TRANSFER_S)
-        except (OSError, asyncio.TimeoutError):
-            raise BusyError from None
+    except (OSError, asyncio.TimeoutError):
+        raise BusyError from None
 
 
 async def take(queue: socket.socket) -> tuple[socket.socket, bytes] | None:
