@@ -215,7 +215,7 @@ def test_a_reader_that_died_is_started_again_and_ends_with_its_gateway(keyed: Ga
     [reader] = readers(keyed)
     keyed.process.send_signal(signal.SIGKILL)
     keyed.process.wait(PATIENCE_S)
-    wait_until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE, "the reader's end")
+    wait_until(lambda: _has_ended(reader), "the reader's end")
 
 
 def test_what_is_there_when_the_gateway_ends_is_answered(fake_triton: FakeTriton) -> None:
@@ -237,11 +237,15 @@ def test_what_is_there_when_the_gateway_ends_is_answered(fake_triton: FakeTriton
         gateway.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "Shutting down" in gateway.log, "its end")
         reader.resume()
-        wait_until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE, "the reader's end")
+        wait_until(lambda: _has_ended(reader), "the reader's end")
         late.sendall(body[1000:])
         for connection in (*waiting, late):
             answer = b"".join(iter(lambda: connection.recv(65536), b""))  # noqa: B023
             assert answer.startswith(b"HTTP/1.1 200")
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def _num_connections(process: psutil.Process, port: int) -> int:

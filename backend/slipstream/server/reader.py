@@ -123,11 +123,11 @@ class Reader:
                 self._start_process()
 
     def _start_process(self) -> None:
-        """Later, if there is no memory or no process for it now."""
-        if self._process is not None and not self._stop.wait(_CHECK_S):
-            logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
-        if self._stop.is_set():
+        """Later, if one has just died, or there is no memory or no process for it now."""
+        if self._stop.wait(0.0 if self._process is None else _CHECK_S):
             return
+        if self._process is not None:
+            logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
         process = self._make()
         try:
             process.start()
