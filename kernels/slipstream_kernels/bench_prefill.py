@@ -18,9 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream_kernels.attention.attention_call import AttentionMetadata, AttentionOptions
+from slipstream_kernels.attention.cuda.prefill_attention import KV_TYPES, has_whole_rows
 from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.bench import median_seconds
-from slipstream_kernels.kv_cache import INT4_DTYPE, QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
+from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
 
 BLOCK_SIZE = 64
 REPEATS = 10
@@ -136,9 +137,8 @@ def calls(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
     if shape.query_len == shape.seq_len:
         versions.update({name: library_call(shape, backend) for name, backend in LIBRARY.items()})
     for name, kv_dtype in QUANTIZED_KV_DTYPES.items():
-        if kv_dtype == INT4_DTYPE and shape.head_dim % 32:
-            continue  # rows that the kernel refuses
-        versions[name] = paged_call(shape, "cuda", kv_dtype=kv_dtype)
+        if has_whole_rows(KV_TYPES[kv_dtype], shape.head_dim):
+            versions[name] = paged_call(shape, "cuda", kv_dtype=kv_dtype)
     for name, rounds in (("keys in fp8", ("fp8_queries",)), ("all in fp8", ("fp8_queries", "fp8_probs"))):
         versions[f"fp8_e4m3, {name}"] = paged_call(shape, "cuda", kv_dtype=torch.float8_e4m3fn, rounds=rounds)
     versions["bf16, all in fp8"] = paged_call(shape, "cuda", rounds=("key_mean",))

@@ -34,7 +34,7 @@ SECTION_BYTES = 32 << 20
 # Keys may be split where sequences may be so long; into how many parts, the device decides by the step's tiles
 # (csrc/schedule/prefill_splits.cuh), which are at most so many for each SM.  A tile has 64 rows in 4 warps.
 MIN_SPLIT_LEN, PARTS_PER_SM = 4096, 2
-WARPS_OF_TILE = {64: 12, 80: 8, 96: 8, 128: 8, 256: 8}
+WARPS_OF_TILE = {dim: 12 if dim == 64 else 8 for dim in HEAD_DIMS}
 
 POINTERS = (
     "q", "key_cache", "value_cache", "key_scale", "value_scale", "out", "block_tables", "query_start_loc", "seq_lens",
@@ -76,7 +76,7 @@ def refusal(call: AttentionCall) -> str | None:
     if any(tensor.data_ptr() % 16 for tensor in _copied(call)):
         return "the cache does not begin at a multiple of 16 bytes"
     source = source_of_keys_and_values(call)
-    if not _has_whole_rows(source, q.shape[2]):
+    if not has_whole_rows(source, q.shape[2]):
         return f"rows of int4 with {q.shape[2]} features do not begin at multiples of 16 bytes"
     is_staged = source in _STAGERS
     return build_refusal(SOURCE, defines(call)) or (build_refusal(prefill_stage.SOURCE, ()) if is_staged else None)
@@ -152,7 +152,7 @@ def variant(
 def variants() -> list[tuple[str, ...]]:
     """Those worth building ahead of time: of all types and head dims, and the soft cap and ALiBi of known models."""
     caches = (*sorted(set(KV_TYPES.values())), STAGED)
-    kinds = [(kv, dim) for kv in caches for dim in HEAD_DIMS if _has_whole_rows(kv, dim)]
+    kinds = [(kv, dim) for kv in caches for dim in HEAD_DIMS if has_whole_rows(kv, dim)]
     in_fp8 = [(kv, FP8_QUERY_HEAD_DIM) for kv in (FP8_KEYS, ALL_FP8)]
     plain = [variant(query, *kind) for query in TYPES for kind in (*kinds, *in_fp8)]
     with_options = [
@@ -163,8 +163,8 @@ def variants() -> list[tuple[str, ...]]:
     return plain + with_options
 
 
-def _has_whole_rows(kv: int, head_dim: int) -> bool:
-    """Whether the copy engine can read the cache's rows: they begin at multiples of 16 bytes."""
+def has_whole_rows(kv: int, head_dim: int) -> bool:
+    """Whether the copy engine can read rows of that source: they begin at multiples of 16 bytes.  kv: PrefillKv."""
     return kv != KV_TYPES[INT4_DTYPE] or head_dim % 32 == 0
 
 
