@@ -18,6 +18,8 @@ struct PrefillConsumer : PrefillRows<SHAPE> {
   using Rows::out, Rows::p, Rows::release, Rows::state, Rows::value_place, Rows::warpgroup;
   using Rows::work;
 
+  static constexpr int kPartOutputs = kOutputs / SHAPE::kOutputParts;   // of one product with values
+
   float scores[kScores];
   uint32_t probs[kScores / 2];
 
@@ -111,16 +113,12 @@ struct PrefillConsumer : PrefillRows<SHAPE> {
     begin_products();
 #pragma unroll
     for (int k = 0; k < SHAPE::kKeys / 16; ++k) {
-      const uint64_t rows = values + ((k * 16 * kSwizzleBytes) >> 4);
-      if constexpr (SHAPE::kOutputParts == 1) {
-        multiply_columns<Operand>(out, probs + 4 * k, rows);
-      } else {
 #pragma unroll
-        for (int part = 0; part < SHAPE::kOutputParts; ++part) {
-          auto& of_part = reinterpret_cast<float(&)[kOutputs / SHAPE::kOutputParts]>(out[part * kOutputs / SHAPE::kOutputParts]);
-          const int slab = part * SHAPE::kSlabs / SHAPE::kOutputParts;
-          multiply_columns<Operand>(of_part, probs + 4 * k, rows + ((slab * SHAPE::kKeySlab) >> 4));
-        }
+      for (int part = 0; part < SHAPE::kOutputParts; ++part) {
+        auto& of_part = reinterpret_cast<float(&)[kPartOutputs]>(out[part * kPartOutputs]);
+        const int slab = part * SHAPE::kSlabs / SHAPE::kOutputParts, row = 16 * k;
+        const uint64_t from = values + ((slab * SHAPE::kKeySlab + row * kSwizzleBytes) >> 4);
+        multiply_columns<Operand>(of_part, probs + 4 * k, from);
       }
     }
     commit_products();
