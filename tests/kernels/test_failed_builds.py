@@ -29,7 +29,7 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.kernel_choice import Kernel, ThisDevice, always
 from slipstream_kernels.moe import choose as moe
 from slipstream_kernels.moe import grouped_linear
-from slipstream_kernels.moe.cuda import grouped_gemm, grouped_w4a8_gemm, grouped_w4a16_gemm
+from slipstream_kernels.moe.cuda import grouped_gemm, grouped_mxfp4_gemm, grouped_w4a8_gemm, grouped_w4a16_gemm
 from slipstream_kernels.sample.cuda import sample
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -149,14 +149,14 @@ def test_products_of_experts_fall_back_by_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(monkeypatch, moe, grouped_linear, fake_kernels(dict(moe.KERNELS), IN_CUDA))
-    kind = WeightKind("mxfp4", 64, 64, torch.uint8, CPU, 32, num_experts=4)
+    kind = WeightKind("grouped_mxfp4", 64, 64, torch.int32, CPU, 32, num_experts=4)
     weight: Any = SimpleNamespace(kind=kind, order=None, quant=None)
     routing: Any = SimpleNamespace(num_tokens=8, num_rows=8, num_experts=4)
     x = torch.zeros(8, 64, dtype=BF16)
     answers = [grouped_linear._multiply(x, weight, routing, False, True)[0] for _ in range(2)]
-    assert answers == ["grouped_int4_mm"] * 2
+    assert answers == ["dequantise_grouped_mxfp4+grouped_mm"] * 2
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "kernel grouped_mxfp4_gemm of mxfp4 weights" in warning and "out of memory" in warning
+    assert "kernel grouped_mxfp4_gemm of grouped_mxfp4 weights" in warning and "out of memory" in warning
 
 
 def canonical(out_features: int = 512, in_features: int = 512) -> Int4Weight:
@@ -196,6 +196,7 @@ def verify_refusal() -> str | None:
         (w4a8_mm, lambda: w4a8_mm.refusal(canonical())),
         (grouped_w4a16_gemm, lambda: grouped_w4a16_gemm.refusal(canonical(1024), 2)),
         (grouped_w4a8_gemm, lambda: grouped_w4a8_gemm.refusal(canonical(1024), 2)),
+        (grouped_mxfp4_gemm, lambda: grouped_mxfp4_gemm.refusal(canonical(1024), 2)),
     ],
     ids=[
         "decode",
@@ -209,6 +210,7 @@ def verify_refusal() -> str | None:
         "w4a8",
         "experts w4a16",
         "experts w4a8",
+        "experts mxfp4",
     ],
 )
 def test_what_is_chosen_for_good_is_built_first(

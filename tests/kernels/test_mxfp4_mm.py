@@ -11,6 +11,8 @@ from slipstream_kernels import ops
 from slipstream_kernels.gemm.int4_checks import check_int4
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm
+from slipstream_kernels.moe.grouped_mxfp4_layout import repack_experts, unpack_experts
+from slipstream_kernels.moe.triton.dequantise_grouped_mxfp4 import dequantise_grouped_mxfp4
 from slipstream_kernels.moe.triton.dequantise_mxfp4 import dequantise_mxfp4
 from tolerances import INT_MM
 
@@ -60,12 +62,12 @@ def test_experts(device, by_token, gated, backend) -> None:
     check(y, x.double(), values.view(num_experts, out_features, in_features), routing, by_token, gated, limits)
 
 
-# tokens, experts, top_k, out, in, variant: experts without rows and of several tiles, rows that end within a block,
-# features that end within a CTA
-NARROW, NARROW_2, WIDE = grouped_mxfp4_gemm.VARIANTS
+# tokens, experts, top_k, out, in, variant: experts without rows and of several tiles, features that end within a CTA,
+# inputs that end within a unit, a stage and a team's share, and teams without any
+FEWEST, FEW, FEW_OF_MANY, MORE = grouped_mxfp4_gemm.VARIANTS
 GEMM_SHAPES = [
-    (1, 4, 2, 32, 2880, NARROW), (30, 3, 2, 160, 160, NARROW), (45, 3, 2, 128, 544, NARROW_2),
-    (20, 3, 2, 160, 1184, WIDE), (57, 3, 2, 96, 800, WIDE),
+    (1, 4, 2, 32, 2880, FEWEST), (9, 3, 2, 64, 32, FEWEST), (30, 3, 2, 160, 160, FEW), (12, 40, 2, 96, 1184, FEW),
+    (45, 3, 2, 128, 544, FEW_OF_MANY), (20, 3, 2, 160, 1184, MORE), (57, 3, 2, 96, 800, MORE),
 ]  # fmt: skip
 
 
@@ -86,7 +88,8 @@ def test_the_kernel_of_few_rows_thread_by_thread(shape) -> None:
     by_token, variant = shape[0] != 30, shape[-1]
     x, weight, values, routing = gemm_case(shape, by_token, torch.device("cpu"))
     out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
-    params = grouped_mxfp4_gemm.arguments(x, weight, routing, out, variant.columns, by_token=by_token)
+    repacked = repack_experts(weight, shape[1])
+    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, variant.columns, by_token=by_token)
     emulation.run("emulate_grouped_mxfp4.cc", grouped_mxfp4_gemm.defines(variant), params, seed=sum(shape[:5]))
     check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
 
@@ -104,15 +107,54 @@ def test_the_kernel_of_few_rows_compiles_without_spills(variant) -> None:
     ids=str,
 )
 def test_the_kernel_of_few_rows(hopper, shape, gated, variant) -> None:
-    x, weight, values, routing = gemm_case(shape, gated, hopper)
+    x, canonical, values, routing = gemm_case(shape, gated, hopper)
+    weight = ops.repack_expert_int4(canonical, shape[1])
+    assert weight.is_repacked
     y = grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, variant)
     check(y, x.double(), values, routing, gated, gated, INT_MM["cuda", torch.bfloat16])
     assert torch.equal(y, grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, variant))
 
 
+@pytest.mark.parametrize("num_rows", [4, 40, 4096])
+def test_repacked_experts_through_the_choice(hopper, num_rows) -> None:
+    """4,096 rows are multiplied by weights written out, whose products are of other kernels."""
+    x, canonical, values, routing = gemm_case((num_rows // 2, 4, 2, 128, 352, None), True, hopper)
+    y = ops.grouped_int4_mm(x, ops.repack_expert_int4(canonical, 4), routing, by_token=True, gated=True)
+    check(y, x.double(), values, routing, True, True, INT_MM["cuda", torch.bfloat16])
+
+
 def test_weights_are_written_out_as_they_are(device) -> None:
     weight, values = drawn(48, 96, device, extremes=(250, 2))
     assert torch.equal(dequantise_mxfp4(weight).double(), values)
+    weight, values = drawn(64, 96, device, extremes=(160, 2))
+    assert torch.equal(dequantise_grouped_mxfp4(repack_experts(weight, 2)).double(), values)
+
+
+@pytest.mark.parametrize("sizes", [(3, 64, 160), (2, 32, 2880), (1, 96, 32)], ids=str)
+def test_repacked_experts_are_the_same_weights(device, sizes) -> None:
+    num_experts, out_features, in_features = sizes
+    weight, _ = drawn(num_experts * out_features, in_features, device, extremes=(160, 0))
+    repacked = repack_experts(weight, num_experts)
+    assert repacked.packed.shape == (num_experts * out_features // 32, -(-in_features // 64), 272)
+    found = unpack_experts(repacked)
+    assert torch.equal(found.packed, weight.packed) and torch.equal(found.scales, weight.scales)
+
+
+def test_variants_by_rows_and_ctas() -> None:
+    """Tokens that choose 4 of 32 and of 128 experts; products of 5760 and 2880 output features on 132 SMs."""
+
+    def chosen(num_tokens: int, num_experts: int, out_features: int) -> grouped_mxfp4_gemm.Variant:
+        return grouped_mxfp4_gemm.choose((num_tokens, 4 * num_tokens, num_experts), out_features, 132)
+
+    assert [chosen(tokens, 32, 5760) for tokens in (1, 2, 4, 42, 43, 4096)] == [FEWEST, FEWEST, FEW, FEW, MORE, MORE]
+    assert [chosen(tokens, 128, 5760) for tokens in (2, 8, 64, 170, 171)] == [
+        FEWEST,
+        FEW,
+        FEW_OF_MANY,
+        FEW_OF_MANY,
+        MORE,
+    ]
+    assert chosen(64, 128, 2880) == FEW_OF_MANY and chosen(24, 128, 2880) == FEW
 
 
 def test_the_least_scale_is_a_power_of_two(device) -> None:
@@ -135,6 +177,6 @@ def test_what_is_refused(device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_int4(wrong)
-    assert ops.repack_int4(weight) is weight and ops.repack_expert_int4(weight, 2) is weight
+    assert ops.repack_int4(weight) is weight
     with pytest.raises(ValueError, match="is not multiplied by fp8 rows"):
         ops.int4_mm(ops.quantize_fp8(torch.randn(2, 64, device=device).bfloat16()), weight)

@@ -131,7 +131,7 @@ EXPERT_FORMS = {
     "wint4": FORMS["wint4"]._replace(weight="grouped_w4a16"),
     "bf16": FORMS["bf16"],
     "fp8": FORMS["fp8"],
-    "mxfp4": Form("mxfp4", torch.uint8, group_size=32),
+    "mxfp4": Form("grouped_mxfp4", torch.int32, group_size=32),
 }
 
 

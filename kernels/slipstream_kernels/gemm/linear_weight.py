@@ -170,6 +170,8 @@ def deterministic_weight(
 def _format_of(weight: Int4Weight, num_experts: int) -> str:
     if not weight.is_repacked:
         return "mxfp4" if weight.is_e2m1 else "int4"
+    if weight.is_e2m1:
+        return "grouped_mxfp4"
     if weight.packed.dtype == CPU_WORDS:
         return "int4_cpu"
     if weight.is_grouped_w4a8:

@@ -9,7 +9,7 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.int4_checks import check_int4, group_refusal, warn_of_canonical
 from slipstream_kernels.gemm.linear_weight import int4_linear_weight
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe import grouped_w4a8_layout
+from slipstream_kernels.moe import grouped_mxfp4_layout, grouped_w4a8_layout
 from slipstream_kernels.moe.grouped_linear import grouped_linear
 from slipstream_kernels.moe.grouped_mm import check_rows
 from slipstream_kernels.routing import Routing
@@ -32,9 +32,9 @@ def grouped_int4_mm(
     x, by_token, gated: as ops.grouped_mm.  Beside a weight that is repacked for FP8 rows, the kernel
     quantises 16-bit rows as ops.quantize_fp8 does.
     Accuracy: as ops.int4_mm; 4-bit values of a repacked weight are multiplied exactly, zero points and scales are
-    applied to the sums of a group in fp32.  Except: from an average of 128 FP8 rows an expert on (512 if the weight is
-    repacked for FP8 rows), (q - zero point) * scale is rounded to e4m3; from 256 16-bit rows on (96 if the weight is
-    canonical) to their type.
+    applied to the sums of a group in fp32 (MXFP4 times its scale is exact in bf16).  Except: from an average of 128 FP8
+    rows an expert on (512 if the weight is repacked for FP8 rows), (q - zero point) * scale is rounded to e4m3; from
+    256 16-bit rows on (96 if the weight is canonical) to their type.
     backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
@@ -49,7 +49,7 @@ def grouped_int4_mm(
         held = int4_linear_weight(weight, fp8_rows=fp8_rows, num_experts=routing.num_experts)
         return grouped_linear(x, held, routing, by_token=by_token, gated=gated)
     if weight.is_repacked and backend == "cuda":
-        module = load_module("cuda", "moe.grouped_w4a8_gemm" if weight.is_grouped_w4a8 else "moe.grouped_w4a16_gemm")
+        module = load_module("cuda", f"moe.{_repacked_format(weight)}_gemm")
     elif weight.is_repacked or backend == "cuda":
         wanted = "a weight of repack_expert_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
@@ -64,17 +64,27 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     """The weight of all experts in the layout of its device's kernel, made once at load.
 
     fp8_rows: it is multiplied by FP8 rows alone, which have a faster kernel for groups of 128 and whole rows.
-    A shape or device that the kernel does not serve stays canonical, with a warning, and so do e2m1 weights.  Raises
-    ValueError for a weight that is not canonical.
+    e2m1 weights are multiplied by bf16 rows alone.  A shape or device that the kernel does not serve stays canonical,
+    with a warning.  Raises ValueError for a weight that is not canonical.
     """
     check_int4(weight)
-    if not weight.packed.is_cuda or weight.is_e2m1:
+    if not weight.packed.is_cuda:
         return weight
-    if fp8_rows and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
+    for_fp8 = fp8_rows and not weight.is_e2m1
+    if for_fp8 and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
         return grouped_w4a8_layout.repack_experts(weight, num_experts)
-    reason = load_module("cuda", "moe.grouped_w4a16_gemm").refusal(weight, num_experts)
+    name = "grouped_mxfp4_gemm" if weight.is_e2m1 else "grouped_w4a16_gemm"
+    reason = load_module("cuda", f"moe.{name}").refusal(weight, num_experts)
     if reason is not None:
         size = f"{num_experts} experts, {weight.out_features // num_experts} x {weight.in_features} each,"
         warn_of_canonical(size, reason)
         return weight
+    if weight.is_e2m1:
+        return grouped_mxfp4_layout.repack_experts(weight, num_experts)
     return int4_layout.repack_experts(weight)
+
+
+def _repacked_format(weight: Int4Weight) -> str:
+    if weight.is_e2m1:
+        return "grouped_mxfp4"
+    return "grouped_w4a8" if weight.is_grouped_w4a8 else "grouped_w4a16"

@@ -71,11 +71,6 @@ def _int4_triton_refusal(product: Product) -> str | None:
     return _needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
 
 
-def _mxfp4_refusal(product: Product) -> str | None:
-    reason: str | None = _module("cuda", "grouped_mxfp4_gemm").refusal(product)
-    return reason
-
-
 def _needs_bf16(product: Product) -> str | None:
     return None if product.dtype == torch.bfloat16 else f"rows are {product.dtype}, not bfloat16"
 
@@ -164,6 +159,11 @@ def _dequantise_mxfp4_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     return values
 
 
+def _dequantise_grouped_mxfp4_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    values: Tensor = _module("triton", "dequantise_grouped_mxfp4").dequantise_grouped_mxfp4(weight)
+    return values
+
+
 def _dequantise_w4a16_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     values: Tensor = _module("triton", "dequantise_w4a16").dequantise_w4a16(weight, dtype)
     return values
@@ -201,7 +201,10 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "invariant_grouped_mm": Kernel(_invariant),
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
-    "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _mxfp4_refusal),
+    "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _needs_bf16),
+    "dequantise_grouped_mxfp4+grouped_mm": Kernel(
+        _written_out_16bit_by(_dequantise_grouped_mxfp4_16bit), _needs_bf16, gates=always
+    ),
     "dequantise_mxfp4+grouped_mm": Kernel(
         _written_out_16bit_by(_dequantise_mxfp4_16bit), _needs_bf16_on_gpu, gates=always
     ),

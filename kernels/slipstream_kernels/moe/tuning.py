@@ -64,10 +64,13 @@ H200 = Tuning(
         ("int4", PLAIN_ROWS): (Use("dequantise_int4_16bit+grouped_mm", least_rows=96), *_GROUPED_INT4),
         ("int4", FP8_ROWS): _GROUPED_INT4_FP8,
         ("mxfp4", PLAIN_ROWS): (
-            # 96 rows an expert, 32 of 5760 x 2880: 893 us and 693 of the kernel of few rows, whose time is by rows
             Use("dequantise_mxfp4+grouped_mm", least_rows=128),
-            Use("grouped_mxfp4_gemm"),
             *_GROUPED_INT4,
+        ),
+        ("grouped_mxfp4", PLAIN_ROWS): (
+            Use("dequantise_grouped_mxfp4+grouped_mm", least_rows=128),
+            Use("grouped_mxfp4_gemm"),
+            Use("dequantise_grouped_mxfp4+grouped_mm"),
         ),
         ("grouped_w4a16", PLAIN_ROWS): (
             # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160

@@ -172,6 +172,14 @@ inline int __any_sync(unsigned, int value) {
     for (int i = 0; i < 32; ++i) taken[i] = any;
   });
 }
+inline unsigned __ballot_sync(unsigned, int value) {
+  return emulator::together<int, unsigned>(value, [](const int* given, unsigned* taken) {
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(given[i] != 0) << i;
+    for (int i = 0; i < 32; ++i) taken[i] = bits;
+  });
+}
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {
   return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ distance);

@@ -40,6 +40,16 @@ cudaError_t allow_shared_memory() {
   return allowed;
 }
 
+// The same of a kernel of which an SM runs as many CTAs as its shared memory holds: as little as possible is left to L1.
+template <auto KERNEL, int BYTES>
+cudaError_t allow_shared_memory_of_all_ctas() {
+  const cudaError_t allowed = allow_shared_memory<KERNEL, BYTES>();
+  if (allowed != cudaSuccess) return allowed;
+  static const cudaError_t preferred =
+      cudaFuncSetAttribute(KERNEL, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  return preferred;
+}
+
 // SHAPE: has kThreads and kTotalBytes.
 template <typename SHAPE, auto KERNEL, typename PARAMS>
 cudaError_t launch_shape(const PARAMS& params, int num_ctas, cudaStream_t stream) {

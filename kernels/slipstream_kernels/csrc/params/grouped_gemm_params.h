@@ -11,10 +11,9 @@ struct GroupedGemmParams {
   const float* x_scale;           // of each row of x, or null: 1
   const int32_t* tokens;          // the row of x that each row of the product takes, or null: its own
   const int32_t* offsets;         // [num_experts + 1] first row of each expert
-  const uint4* qweight;           // of all experts, in the order of the kernel (int4_layout.py, grouped_w4a8_layout.py);
-                                  // MXFP4: canonical (integer.py)
-  const uint32_t* group_scales;   // W4A16: [pair of blocks][num_experts * out_features][block][groups of a block];
-                                  // MXFP4: bytes, canonical
+  const uint4* qweight;           // of all experts, in the order of the kernel (int4_layout.py, grouped_w4a8_layout.py,
+                                  // grouped_mxfp4_layout.py)
+  const uint32_t* group_scales;   // W4A16: [pair of blocks][num_experts * out_features][block][groups of a block]
   const float* channel_scale;     // [num_experts * out_features]
   void* out;                      // [rows, out_features, or half of them if gated]
   void* permuted_x;               // workspace: for each tile of tokens, x in the order of the products

@@ -28,6 +28,32 @@ struct TokenTile {
   int expert, first_row, num_rows;
 };
 
+// The tile of that number, found by each warp that asks; without rows if no expert has it.
+__device__ __forceinline__ TokenTile find_token_tile(const GroupedGemmParams& p, int tile_rows, int token_tile) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int first = 0; first < p.num_experts; first += 32) {
+    const int expert = first + lane;
+    const int begin = expert < p.num_experts ? __ldcg(p.offsets + expert) : 0;
+    const int rows = expert < p.num_experts ? __ldcg(p.offsets + expert + 1) - begin : 0;
+    const int tiles = (rows + tile_rows - 1) / tile_rows;
+    int until = tiles;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, until, distance);
+      if (lane >= distance) until += other;
+    }
+    const int of_expert = token_tile - before - until + tiles;
+    const unsigned owner = __ballot_sync(~0u, of_expert >= 0 && of_expert < tiles);
+    if (owner != 0) {
+      const int from = __ffs(static_cast<int>(owner)) - 1, skipped = of_expert * tile_rows;
+      return {first + from, __shfl_sync(~0u, begin + skipped, from), __shfl_sync(~0u, min(tile_rows, rows - skipped), from)};
+    }
+    before += __shfl_sync(~0u, until, 31);
+  }
+  return {0, 0, 0};
+}
+
 __device__ __forceinline__ TokenTile token_tile_at(const GroupedGemmParams& p, int tile_rows, const int* token_tile_ends,
                                                    int token_tile) {
   int low = 0, high = p.num_experts - 1;   // searches the first expert whose end is above token_tile

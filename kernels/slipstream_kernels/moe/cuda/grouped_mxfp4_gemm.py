@@ -1,6 +1,7 @@
-"""The grouped GEMM of bf16 rows and MXFP4 weights in canonical order: its libraries, arguments, launch.  Hopper only.
+"""The grouped GEMM of bf16 rows and MXFP4 weights in the order of grouped_mxfp4_layout: libraries, arguments, launch.
 
-No device value is read on the host, and the grid depends on the numbers of rows and experts alone: CUDA-graph safe.
+Hopper only.  No device value is read on the host, and the grid depends on the numbers of rows and experts alone:
+CUDA-graph safe.
 """
 
 from __future__ import annotations
@@ -9,40 +10,49 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import is_hopper
+from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.launch import addresses, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe.cuda.grouped_gemm import MAX_EXPERTS, GroupedGemmParams, likely_rows
-from slipstream_kernels.moe.product import Product
-from slipstream_kernels.moe.tuning import Tuning
+from slipstream_kernels.moe import grouped_mxfp4_layout
+from slipstream_kernels.moe.cuda import grouped_gemm
+from slipstream_kernels.moe.cuda.grouped_gemm import GroupedGemmParams, likely_rows
+from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_mxfp4_gemm.cu"
-FEATURES = 32  # output features that go together
 
 
 class Variant(NamedTuple):
-    """columns: of 8 rows, of a tile of tokens.  is_wide: CTAs of 128 output features, which read x less often, not 32.
-
-    most_rows: of likely_rows, up to which it is chosen.
-    """
+    """A CTA has tiles of 8 * columns tokens, and team_warps * 32 output features, whose input features teams divide."""
 
     columns: int
-    is_wide: bool
-    most_rows: int
+    team_warps: int
+    teams: int
+
+    @property
+    def features(self) -> int:
+        return 32 * self.team_warps
 
 
-# 32 experts of 5760 x 2880, 16 | 25 rows each: 186 | 259 us with two columns, 196 | 228 of wide CTAs
-VARIANTS = (Variant(1, False, 8), Variant(2, False, 27), Variant(4, True, 1 << 30))
+# us of 32 experts of 5760 x 2880 | 2880 x 2880, 4 of a token: 1 token 16.6 | 9.8 of the first, 17.0 | 14.7 of the next;
+# 32 tokens 75.9 | 43.4 and 79.5 | 45.5 of the third; 64 tokens 101.7 | 56.7 and 87.2 | 54.1 of the last.  64 tokens of
+# 128 such experts: 267 of the second, 243 of the third.
+FEWEST, FEW, FEW_OF_MANY, MORE = Variant(1, 1, 8), Variant(1, 4, 2), Variant(1, 4, 1), Variant(2, 4, 1)
+VARIANTS = (FEWEST, FEW, FEW_OF_MANY, MORE)
+FEWEST_ROWS, FEW_ROWS = 8, 8.0  # the most rows of all experts of FEWEST; the most likely_rows of one column
+MANY_CTAS = 20  # of an SM, from which on teams gain nothing
 
 
 def defines(variant: Variant) -> tuple[str, ...]:
     """The macros that choose a library."""
-    return (f"SLIPSTREAM_COLUMNS={variant.columns}", f"SLIPSTREAM_WIDE={int(variant.is_wide)}")
+    return (
+        f"SLIPSTREAM_COLUMNS={variant.columns}",
+        f"SLIPSTREAM_TEAM_WARPS={variant.team_warps}",
+        f"SLIPSTREAM_TEAMS={variant.teams}",
+    )
 
 
 def variants() -> list[tuple[str, ...]]:
@@ -50,27 +60,26 @@ def variants() -> list[tuple[str, ...]]:
     return [defines(variant) for variant in VARIANTS]
 
 
-def refusal(product: Product) -> str | None:
-    """Why this kernel cannot make a product with canonical MXFP4 weights; None if it can."""
-    weight = product.weight
-    if weight.device.type != "cuda" or not is_hopper(weight.device):
-        return f"{weight.device} is not a Hopper GPU (compute capability 9.0)"
-    if product.dtype != torch.bfloat16:
-        return f"rows are {product.dtype}, not bfloat16"
-    if weight.num_experts > MAX_EXPERTS:
-        return f"{weight.num_experts} experts are more than {MAX_EXPERTS}"
-    if weight.out_features % FEATURES:
-        return f"out_features: {weight.out_features} of an expert are not a multiple of {FEATURES}"
-    return missing(SOURCE, defines(VARIANTS[0]))
+def refusal(weight: Int4Weight, num_experts: int) -> str | None:
+    """Why this format cannot hold a canonical weight of so many experts; None if it can."""
+    if (reason := grouped_gemm.refusal(weight, num_experts)) is not None:
+        return reason
+    sizes = grouped_mxfp4_layout.refusal(weight.out_features // num_experts, weight.in_features)
+    return sizes or build_refusal(SOURCE, defines(VARIANTS[0]))
 
 
-def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning) -> Variant:
-    """The fastest by the number of rows of most experts.
+def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Variant:
+    """The fastest by the number of rows of most experts, and by that of CTAs.
 
-    sizes: numbers of tokens, of rows and of experts.  out_features, num_sms: do not matter here.
+    sizes: numbers of tokens, of rows and of experts.  out_features: of an expert.
     """
-    likely = likely_rows(sizes, tuning)
-    return next(variant for variant in VARIANTS if likely <= variant.most_rows)
+    _, num_rows, num_experts = sizes
+    if num_rows <= FEWEST_ROWS:
+        return FEWEST
+    if likely_rows(sizes, tuning) > FEW_ROWS:
+        return MORE
+    ctas = min(num_rows, num_experts) * -(-out_features // FEW.features)
+    return FEW if ctas < MANY_CTAS * num_sms else FEW_OF_MANY
 
 
 def grouped_int4_mm(
@@ -79,13 +88,14 @@ def grouped_int4_mm(
     routing: Routing,
     by_token: bool,
     gated: bool,
-    variant: Variant = VARIANTS[0],
+    variant: Variant | None = None,
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is canonical MXFP4, x is bf16.  One launch, and one for silu(gate) * up if
-    gated."""
+    """See ops.grouped_int4_mm; weight is repacked MXFP4, x is bf16.  One launch, and one for silu(gate) * up if
+    gated.  variant: None: chosen by the sizes."""
     assert isinstance(x, torch.Tensor) and weight.is_e2m1
     x = x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     out_features = weight.out_features // routing.num_experts
+    variant = variant or choose(routing.sizes, out_features, 0)
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=x.device)
     if routing.num_rows:
         params = arguments(x, weight, routing, out, variant.columns, by_token=by_token)
@@ -100,7 +110,7 @@ def arguments(
     """What the kernel is launched with, its way of launching aside."""
     tensors = {
         "x": x, "tokens": routing.tokens if by_token else None, "offsets": routing.offsets, "qweight": weight.packed,
-        "group_scales": weight.scales, "out": out,
+        "out": out,
     }  # fmt: skip
     return GroupedGemmParams(
         **addresses(tensors),
