@@ -7,7 +7,6 @@ Either starts the reader (reader.py) when a worker has a request for it.
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import resource
 import signal
@@ -31,8 +30,8 @@ from slipstream.server.handover import ADDED_HEADER_BYTES, ADDED_HEADERS, make_q
 from slipstream.server.options import GatewayOptions
 from slipstream.server.reader import Reader, ReaderServer
 from slipstream.server.shared_folder import hold, shared_folder
+from slipstream.server.workers import Workers
 
-logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 _CHECK_S = 0.5
 _SPAWN = multiprocessing.get_context("spawn")
@@ -168,23 +167,16 @@ def _supervise(options: GatewayOptions, shared: Shared, listening: socket, queue
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
-    def start(announces: bool = False) -> SpawnProcess:
-        worker = _SPAWN.Process(target=_work, args=(options, shared, listening, queue, announces))
-        worker.start()
-        return worker
+    def make(announces: bool) -> SpawnProcess:
+        return _SPAWN.Process(target=_work, args=(options, shared, listening, queue, announces))
 
-    workers = [start(announces=index == 0) for index in range(options.workers)]
+    workers = Workers(options.workers, make)
+    workers.start_missing()
     while not stop.wait(_CHECK_S):
-        for index, worker in enumerate(workers):
-            if not worker.is_alive():
-                logger.error("worker %s ended with %s: starting another", worker.pid, worker.exitcode)
-                workers[index] = start()
-    for worker in workers:  # before the reader, to which they then give nothing more
-        worker.terminate()
+        workers.start_missing()
+    workers.begin_end()  # before the reader, to which they then give nothing more
     reader.begin_end()
-    for worker in workers:
-        worker.join(options.shutdown_timeout_s + 5)
-        worker.kill()
+    workers.end(options.shutdown_timeout_s + 5)
 
 
 def _raise_file_limit(wanted: int) -> None:
