@@ -126,6 +126,31 @@ def test_a_reader_that_cannot_be_started_is_started_later() -> None:
         reader.end(0.0)
 
 
+def test_what_was_given_to_a_reader_that_died_is_served_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.server.reader._CHECK_S", PATIENCE_S)  # the pause before a second start
+    giving, taking = make_queue()
+    has_died = threading.Event()
+
+    class Process:
+        pid, exitcode, num_starts = 1, -9, 0
+
+        def start(self) -> None:
+            Process.num_starts += 1
+
+        def is_alive(self) -> bool:
+            has_died.set()
+            return False
+
+        join = terminate = kill = lambda *_: None
+
+    with closing(giving), closing(taking):
+        reader = Reader(taking, Process)  # type: ignore[arg-type]
+        giving.send(b"x")
+        assert has_died.wait(PATIENCE_S)
+        reader.end(0.0)
+        assert Process.num_starts == 2
+
+
 def test_answers_are_those_of_a_worker(keyed: GatewayProcess) -> None:
     assert not readers(keyed)
     reply, text = post(keyed, body_of({"pieces": ["Hel", "lo"]}), **{"x-request-id": "mine"})
@@ -218,24 +243,32 @@ def test_a_reader_that_died_is_started_again_and_ends_with_its_gateway(keyed: Ga
     wait_until(lambda: _has_ended(reader), "the reader's end")
 
 
-def test_what_is_there_when_the_gateway_ends_is_answered(fake_triton: FakeTriton) -> None:
-    """What waits for the reader, and a body whose end comes when that takes no more."""
+@pytest.mark.parametrize("has_started", [True, False])
+def test_what_is_there_when_the_gateway_ends_is_answered(fake_triton: FakeTriton, has_started: bool) -> None:
+    """What waits for the reader, also for one that still starts, and a body whose end comes when that takes no more.
+
+    The reader gets what a terminal sends to all processes at Ctrl-C, too."""
     body = body_of({"pieces": ["x"]})
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
     head += "content-type: application/json\r\n\r\n"
     with GatewayProcess(fake_triton.url) as gateway, ExitStack() as stack:
-        assert post(gateway, body)[0].status == 200
-        [reader] = readers(gateway)
-        reader.suspend()
+        assert not has_started or post(gateway, body)[0].status == 200
         address = "127.0.0.1", gateway.port
         late, *waiting = [stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S)) for _ in range(4)]
         late.sendall(head.encode() + body[:1000])
-        for connection in waiting:
+        if not has_started:
+            waiting[0].sendall(head.encode() + body)
+            wait_until(lambda: bool(readers(gateway)), "the reader's start")
+        [reader] = readers(gateway)
+        reader.suspend()
+        for connection in waiting[not has_started :]:
             connection.sendall(head.encode() + body)
         owner = psutil.Process(gateway.process.pid)
         wait_until(lambda: _num_connections(owner, gateway.port) == 1, "the others to be handed over")
         gateway.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "Shutting down" in gateway.log, "its end")
+        if not has_started:
+            reader.send_signal(signal.SIGINT)
         reader.resume()
         wait_until(lambda: _has_ended(reader), "the reader's end")
         late.sendall(body[1000:])

@@ -10,10 +10,12 @@ import asyncio
 import logging
 import multiprocessing
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 import uvicorn
@@ -23,6 +25,7 @@ from slipstream.server.handover import take
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 0.5
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HandedConnection(BoundedConnection):
@@ -46,6 +49,11 @@ class ReaderServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
         asyncio.get_running_loop().add_reader(self._queue, self._take_one)
+
+    async def main_loop(self) -> None:
+        """Only now an end is one of this loop: it waits for a reader that starts, with all that was given to that."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
+        await super().main_loop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """What was given before is served, too."""
@@ -119,20 +127,24 @@ class Reader:
         while not self._stop.is_set():
             if self._process is not None and self._process.is_alive():
                 self._process.join(_CHECK_S)
-            elif self._process is not None or poll.poll(_CHECK_S * 1000):
+            elif self._process is None:
+                if poll.poll(_CHECK_S * 1000):
+                    self._start_process()
+            elif not self._stop.wait(_CHECK_S):  # it has just died
+                logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
                 self._start_process()
+        if poll.poll(0) and (self._process is None or not self._process.is_alive()):
+            self._start_process()  # what was given before the end is served, too
 
     def _start_process(self) -> None:
-        """Later, if one has just died, or there is no memory or no process for it now."""
-        if self._stop.wait(0.0 if self._process is None else _CHECK_S):
-            return
-        if self._process is not None:
-            logger.error("reader %s ended with %s: starting another", self._process.pid, self._process.exitcode)
+        """Later, if there is no memory or no process for it now. It begins with the signal mask of this thread."""
         process = self._make()
         try:
+            resource_tracker.ensure_running()  # here: it is started with the process, and unblocks the signals then
+            signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
             process.start()
         except OSError as error:
-            logger.error("the reader cannot be started, trying again: %s", error)
+            logger.error("the reader cannot be started now: %s", error)
             self._stop.wait(_CHECK_S)
         else:
             self._process = process
