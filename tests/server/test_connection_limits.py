@@ -138,6 +138,25 @@ def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(bounded
     assert events.startswith(b"data: {") and events.endswith(b"\n\ndata: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_a_request_that_asks_for_another_protocol_is_answered(bounded: GatewayProcess, protocol: str) -> None:
+    """As curl --http2 sends it. Its body comes with its head, behind it, in chunks, and with the next request."""
+    body = json.dumps({"model": "plain", "prompt": '{"pieces": ["ok"]}'}).encode()
+    upgrade = f"connection: Upgrade, HTTP2-Settings\r\nupgrade: {protocol}\r\nhttp2-settings: AAMAAABk\r\n".encode()
+    head = POST + upgrade + b"content-length: %d\r\n\r\n" % len(body)
+    in_chunks = POST + upgrade + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    whole, last = head + body, (head + body).replace(b"Upgrade, ", b"Upgrade, close, ")
+    in_pieces = [head[:90], head[90:], body[:5], body[5:]]
+    for pieces in ([last], [whole, last], [*in_pieces, last], [in_chunks, last], [whole + in_chunks + last]):
+        num_asked = b"".join(pieces).count(b"POST ")
+        with connect(bounded) as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(0.01)  # or it is one packet
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b'"text":"ok"') == num_asked, answer
+
+
 def test_headers_of_all_connections_together(bounded: GatewayProcess) -> None:
     """Each is within its own limit; the gateway keeps 1 MiB of all. It serves again when they have gone."""
     before = rss(bounded)

@@ -26,6 +26,7 @@ from slipstream.server.errors import RETRY_AFTER_S, error_body
 from slipstream.server.handover import HAND_OVER, HANDED_OVER, as_sent, give
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
+from slipstream.server.plain_parser import PlainParser
 
 MAX_PIPELINED_REQUESTS = 16  # requests sent before an earlier answer; each costs some kB at any length
 _PIECE_BYTES = 1 << 14  # bytes per call of the parser, by which a limit may be exceeded
@@ -74,6 +75,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
+        self.parser = PlainParser(self, self._plain_head)  # type: ignore[assignment]
         self._limits, self._metrics, self._pool = config.options, config.metrics, config.pool
         self._config, self._queue = config, config.queue
         self._reading: asyncio.TimerHandle | None = None
@@ -161,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._is_refused:
+        if self._is_refused or self._asks_for_upgrade():
             return
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             return self._refuse(503, "too many requests without waiting for an answer", "max_pipelined_requests")
@@ -175,6 +177,18 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.pipeline and self._hangup is None:
             self._watch_for_hangup()
+
+    def _asks_for_upgrade(self) -> bool:
+        """Whether the request that was read will be read again; CONNECT, which has no body, is not."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _plain_head(self) -> bytes:
+        """That request's, as one that asks for no other protocol."""
+        if self._is_refused or not self._asks_for_upgrade():
+            return b""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -207,7 +221,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._has_progress = True
-        if not self._is_refused:
+        if not self._is_refused and not self._asks_for_upgrade():
             self._is_in_request = False
             self._expect_nothing()
             self._share_body(0)
