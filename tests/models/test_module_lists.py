@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -59,6 +60,20 @@ EXPRESSIONS = (
 def test_an_expression_without_its_mark_means_what_transformers_takes_it_for(entry: str, method: str) -> None:
     found = left_out({"quant_method": method, "modules_to_not_convert": [entry]})
     assert found == [module for module in MODULES if not should_convert_module(module, [entry])]
+
+
+@pytest.mark.parametrize("entry", ["(?i).*GATE", "(?i:.*GATE)", "(?s)(?i).*Gate"])
+def test_an_expression_may_have_flags(entry: str) -> None:
+    """As for transformers up to 4; 5 puts a group around them, which Python 3.11 refuses."""
+    lists = {"quant_method": "fp8", "modules_to_not_convert": [entry]}
+    assert left_out(lists) == left_out({**lists, "modules_to_not_convert": [".*gate"]}) == MEANT["*gate"]
+
+
+@pytest.mark.parametrize("entry", ["lm_head(", "(?i)lm_head(", "(?L)lm_head"])
+def test_an_entry_that_is_no_expression_is_named_as_it_is_written(entry: str) -> None:
+    told = rf"modules_to_not_convert=.*: {re.escape(repr(entry))} is not a regular expression: .*; accepted: names of "
+    with pytest.raises(ConfigError, match=told):
+        left_out({"quant_method": "awq", "modules_to_not_convert": [entry]})
 
 
 def left_out(quantization: dict[str, Any], modules: list[str] = MODULES) -> list[str]:

@@ -59,12 +59,25 @@ def modules_meant(section: HFConfig, key: str, entries: tuple[str, ...], modules
     return found
 
 
-def as_transformers_reads(entry: str) -> str:
-    """An entry of modules_to_not_convert with the mark of an expression, if only one can be meant: transformers takes
-    each entry for one that ends where a part of a name does."""
+def entries_of_transformers(section: HFConfig, key: str) -> tuple[str, ...]:
+    """The list of modules under `key`, as transformers reads it. Raises ConfigError for an entry that is no pattern."""
+    entries = entries_of(section, key)
+    try:
+        entries = tuple(map(_as_transformers_reads, entries))
+    except ValueError as error:
+        raise section.error(key, str(error)) from None
+    check_patterns(section, key, entries)
+    return entries
+
+
+def _as_transformers_reads(entry: str) -> str:
+    """With the mark of an expression, if only one can be meant: transformers takes each entry for one that ends where a
+    part of a name does. Flags stay in front, where Python wants them. Raises ValueError."""
     if entry.startswith(PATTERN) or not _ONLY_EXPRESSION.search(entry):
         return entry
-    return rf"{PATTERN}(?:{entry})(?:(?<=\.)|(?=\.|$))"
+    _compiled(entry, entry)  # what is told is of the entry as it was written
+    rest = _FLAGS.sub("", entry)
+    return rf"{PATTERN}{entry.removesuffix(rest)}(?:{rest})(?:(?<=\.)|(?=\.|$))"
 
 
 def matches(entry: str, module: str) -> bool:
@@ -121,6 +134,7 @@ class _Entries:
 
 # Of names and globs none has these.
 _ONLY_EXPRESSION = re.compile(r"^\.\*|[\\^$|()\[\]{}+?]")
+_FLAGS = re.compile(r"\A(?:\(\?[a-zA-Z]+\))+")  # of a whole expression
 _REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
 
 
@@ -136,7 +150,7 @@ def _compiled(pattern: str, entry: str) -> Callable[[str], bool]:
     try:
         plain, timed = re.compile(pattern), regex.compile(pattern)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{entry!r} is not a regular expression: {error}") from None
+        raise ValueError(f"{entry!r} is not a regular expression: {error}; accepted: names of modules") from None
     if _is_quick(pattern):
         return lambda module: plain.match(module) is not None
 

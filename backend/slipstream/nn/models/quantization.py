@@ -12,9 +12,9 @@ from slipstream.nn.hf_config import QUANTIZATION, HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
 from slipstream.nn.models.module_lists import (
     PATTERN,
-    as_transformers_reads,
     check_patterns,
     entries_of,
+    entries_of_transformers,
     groups_of,
     modules_meant,
 )
@@ -63,12 +63,10 @@ def modules_left_out(section: HFConfig, modules: Collection[str]) -> dict[str, s
     if method == "gptq":
         lists = {RULES: _left_out_by_rules(section)}
     else:
-        lists = {key: entries_of(section, key) for key in LISTS.get(method, ())}
+        read = entries_of_transformers if method in READ_BY_TRANSFORMERS else entries_of
+        lists = {key: read(section, key) for key in LISTS.get(method, ())}
     found: dict[str, str] = {}
     for key, entries in lists.items():
-        if method in READ_BY_TRANSFORMERS:
-            entries = tuple(map(as_transformers_reads, entries))
-            check_patterns(section, key, entries)
         found |= dict.fromkeys(modules_meant(section, key, entries, modules), key)
     groups = section.section("config_groups") if method == "compressed-tensors" else None
     if groups is not None:
