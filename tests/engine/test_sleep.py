@@ -158,6 +158,25 @@ def test_running_requests_end_as_the_command_says(engine: Engine, mode: str) -> 
     carry_out(engine, Control(WAKE_UP))
 
 
+def test_a_request_that_comes_just_before_a_sleep_is_served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both when the engine thread has found that there is nothing to do: the request was accepted, so it runs."""
+    told: dict[Request, Told] = {}
+    carry_out_next, orders = engine.residency.carry_out, []
+
+    def carry_out_late(*order: Order | None) -> None:
+        monkeypatch.undo()
+        engine.submit(Request([5, 6, 7], GREEDY))
+        orders.append(engine.post(Control(SLEEP)))
+        carry_out_next(*order)
+
+    monkeypatch.setattr(engine.residency, "carry_out", carry_out_late)
+    assert not engine.step() and orders and not engine.residency.level
+    run_steps(engine, told)
+    orders[0].wait()
+    assert [one.finish_reason for one in told.values()] == [FinishReason.LENGTH] and engine.residency.level == 1
+    carry_out(engine, Control(WAKE_UP))
+
+
 def test_a_wait_for_requests_ends(engine: Engine) -> None:
     told: dict[Request, Told] = {}
     (running,) = engine.submit(Request([5, 6, 7], LONG, handle=1))

@@ -217,10 +217,11 @@ class Engine:
             ended = outputs.ended()
             self._forget(ended)
             outputs = self._searches.advance(outputs, ended)
+            order = self.residency.order  # what was submitted before it is in the inbox by now, and is served first
             if outputs or self._inbox or self._in_flight or self.scheduler.has_work:
                 self.residency.idle_since = None  # what takes long would hold these outputs back
             else:
-                self.residency.carry_out()
+                self.residency.carry_out(order)
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             lost = self.ranks.loss_behind_failure()
@@ -282,10 +283,8 @@ class Engine:
         step = in_flight.step
         if not (self._num_ahead and in_flight.draft_methods) or in_flight.indices is not None:
             return None
-        if self._inbox or self.scheduler.may_admit:
-            return None
-        if not self.scheduler.cache.is_free_to_write(step):  # also blocks that drafts have been given
-            return None
+        if self._inbox or self.scheduler.may_admit or not self.scheduler.cache.is_free_to_write(step):
+            return None  # the blocks that drafts have been given must be free to write, too
         method = self._drafting.method_ahead(step, in_flight.draft_methods)
         if not method:
             return None

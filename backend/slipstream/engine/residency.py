@@ -115,15 +115,16 @@ class Residency:
             return []
         return list(live)
 
-    def carry_out(self) -> None:
-        """No request is left. Without a command the worker may prepare for those to come, after a while without any."""
+    def carry_out(self, order: Order | None) -> None:
+        """No request is left that came before this command. Without one the worker may prepare for those to come, after
+        a while without any."""
         now = time.monotonic()
         self.idle_since = now if self.idle_since is None else self.idle_since
-        if self.order is None:
+        if order is None:
             if self._may_prepare and now - self.idle_since >= _IDLE_S:
                 self._may_prepare = not self.level and self._worker.prepare()
-        elif not self.is_waking:
-            self._carry_out(self.order)
+        elif order.control.command != WAKE_UP:
+            self._carry_out(order)
 
     def fail(self, error: SlipstreamError) -> None:
         """The engine is dead: nobody waits for it any more."""
