@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_driver import GREEDY, make_engine, run_all, run_requests
+from engine_driver import GREEDY, make_engine, run_all, run_requests, run_steps
 from huggingface_texts import greedy_continuations
+from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
+from tiny_heads import speculation
 
 Texts = list[list[int]]
 
@@ -71,6 +74,26 @@ def test_guaranteed_no_evict_never_preempts(tiny_llama: Path, prompts: Texts, ex
     requests = run_requests(engine, prompts, GREEDY)
     assert [request.output_token_ids for request in requests] == expected
     assert sum(request.num_preemptions for request in requests) == 0
+
+
+@pytest.mark.parametrize("method", ["", "mtp"])
+@pytest.mark.parametrize("scheduler", [{}, {"overlap_scheduling": "on"}, {"max_num_batched_tokens": 40}])
+def test_two_requests_that_fill_the_pool_run_together(
+    tiny_llama: Path, prompts: Texts, engine: Engine, scheduler: dict[str, object], method: str, tmp_path: Path
+) -> None:
+    """Half of its 64 slots for each: the last token takes none, neither for drafts."""
+    drafts = speculation(method, tiny_llama, tmp_path) if method else None
+    tight = {"policy": "guaranteed_no_evict", **scheduler}
+    full = make_engine(tiny_llama, {"max_model_len": 64}, {"num_blocks": 8}, tight, drafts)
+    for num_prompt, max_tokens in ((32, 1), (24, 9)):
+        pair, params = [prompt[:num_prompt] for prompt in prompts[-2:]], replace(GREEDY, max_tokens=max_tokens)
+        requests = [full.submit(Request(prompt, params, handle=at))[0] for at, prompt in enumerate(pair)]
+        full.step()
+        assert not full.scheduler.num_waiting
+        run_steps(full, {})
+        assert full.error is None and not any(request.num_preemptions for request in requests)
+        wanted = [told.token_ids for told in run_all(engine, pair, params)]
+        assert [request.output_token_ids for request in requests] == wanted
 
 
 def test_sampled_text_survives_preemption_and_chunks(tiny_llama: Path, engine: Engine, prompts: Texts) -> None:

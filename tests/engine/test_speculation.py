@@ -168,5 +168,5 @@ def test_drafts_take_no_blocks_that_others_were_promised(
     while engine.has_work:
         engine.step()
         for request in engine.scheduler.live_requests:
-            assert len(request.block_ids) <= engine.scheduler.cache.num_blocks_for(request.stop_conditions.max_len)
+            assert len(request.block_ids) <= engine.scheduler.cache.num_blocks_for(request.stop_conditions.max_slots)
     assert engine.error is None and sum(request.num_drafted_tokens for request in requests) > 0

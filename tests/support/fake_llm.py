@@ -204,7 +204,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     for request in scheduler.live_requests:
         held = request.block_ids + ([] if cache.windows is None else cache.windows.held(request))
         assert len(set(held)) == len(held), "a block is twice in one table"
-        assert len(held) <= cache.num_blocks_for(request.stop_conditions.max_len)
+        assert len(held) <= cache.num_blocks_for(request.stop_conditions.max_slots)
         for block in held:
             counts[block] += 1
     assert counts == [cache.pool.ref_count(block) for block in range(cache.num_blocks)]

@@ -304,10 +304,10 @@ def test_full_means_capacity_error_and_a_group_comes_whole_or_not_at_all() -> No
     [
         ([], 4, {}, "prompt", "no tokens"),
         (100, 4, {}, "prompt", "has 100 tokens, accepted: at most 99"),
-        (20, 200, {"num_blocks": 10}, "max_tokens", "got 200 .* 20 tokens: 100 tokens need 25 KV blocks of 4, .* 10"),
-        (20, 200, {"num_blocks": 10}, "max_tokens", "there are 10; accepted: at most 20$"),
-        (39, 9, {"num_blocks": 10}, "max_tokens", "there are 10; accepted: at most 1$"),
-        (40, 1, {"num_blocks": 10}, "max_tokens", "there are 10; shorten the prompt$"),
+        (20, 200, {"num_blocks": 10}, "max_tokens", "got 200 .* 20 tokens: 99 tokens, .* 25 KV blocks of 4, .* 10"),
+        (20, 200, {"num_blocks": 10}, "max_tokens", "there are 10; accepted: at most 21$"),
+        (39, 9, {"num_blocks": 10}, "max_tokens", "there are 10; accepted: at most 2$"),
+        (41, 1, {"num_blocks": 10}, "max_tokens", "there are 10; shorten the prompt$"),
         (
             20,
             30,
@@ -327,19 +327,23 @@ def test_what_can_never_fit_is_refused_with_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "config", "params"),
+    ("prompt", "max_tokens", "config", "params"),
     [
-        (99, {}, {}),
-        (39, {"num_blocks": 10}, {}),
-        (16, {"max_num_batched_tokens": 16, "enable_chunked_prefill": False}, {}),
-        (16, {"max_beam_width": 3}, {"beam_width": 3}),
+        (99, 1, {}, {}),
+        (40, 1, {"num_blocks": 10}, {}),  # the last token takes no slot
+        (20, 21, {"num_blocks": 10}, {}),
+        (20, 21, {"num_blocks": 10, "policy": "guaranteed_no_evict"}, {}),
+        (16, 1, {"max_num_batched_tokens": 16, "enable_chunked_prefill": False}, {}),
+        (16, 1, {"max_beam_width": 3}, {"beam_width": 3}),
     ],
 )
-def test_what_just_fits_is_taken(prompt: int, config: dict[str, object], params: dict[str, object]) -> None:
+def test_what_just_fits_is_taken(
+    prompt: int, max_tokens: int, config: dict[str, object], params: dict[str, object]
+) -> None:
     llm = make_llm(max_model_len=100, **config)  # type: ignore[arg-type]
-    add(llm, request := make_request(prompt, 1, **params))
+    add(llm, request := make_request(prompt, max_tokens, **params))
     llm.run()
-    assert request.num_output_tokens == 1
+    assert request.num_output_tokens == max_tokens
 
 
 def test_an_unknown_policy_is_a_config_error() -> None:

@@ -39,15 +39,15 @@ class Admission:
         if request.params.beam_width > 1:
             self._check_beams(request.params.beam_width)
         stop, cache = StopConditions(request, self._max_model_len), self._cache
-        num_blocks = cache.num_blocks_for(stop.max_len)
+        num_blocks = cache.num_blocks_for(stop.max_slots)
         if num_blocks > cache.num_blocks:
-            num_prompt = request.num_prompt_tokens
-            num_most = cache.max_tokens - num_prompt
+            num_prompt, size = request.num_prompt_tokens, cache.block_size
+            num_most = cache.max_tokens - num_prompt + 1
             accepted = f"accepted: at most {num_most}" if num_most > 0 else "shorten the prompt"
             raise RequestError(
                 "max_tokens",
-                f"got {request.params.max_tokens} after a prompt of {num_prompt} tokens: {stop.max_len} tokens need "
-                f"{num_blocks} KV blocks of {cache.block_size}, there are {cache.num_blocks}; {accepted}",
+                f"got {request.params.max_tokens} after a prompt of {num_prompt} tokens: {stop.max_slots} tokens, all "
+                f"but the last, need {num_blocks} KV blocks of {size}, there are {cache.num_blocks}; {accepted}",
             )
         return stop
 
@@ -99,7 +99,7 @@ class Admission:
 
     def most_slots(self, request: Request) -> int:
         """Tokens, drafts included, that the request may have KV slots for."""
-        return request.stop_conditions.max_len if self.never_evicts else self._max_model_len
+        return request.stop_conditions.max_slots if self.never_evicts else self._max_model_len
 
     def _num_owed_blocks(self, request: Request) -> int:
         """All blocks that the running requests and this one may still allocate once it is admitted.
@@ -114,4 +114,4 @@ class Admission:
         return num_promised - cache.pool.num_references - cache.num_blocks_for(request.num_tokens)
 
     def _worst_blocks(self, request: Request) -> int:
-        return self._cache.num_blocks_for(request.stop_conditions.max_len)
+        return self._cache.num_blocks_for(request.stop_conditions.max_slots)

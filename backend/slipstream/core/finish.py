@@ -37,6 +37,11 @@ class StopConditions:
         self.min_len = request.num_prompt_tokens + params.min_tokens
         self.max_len = min(request.max_num_tokens, max_model_len)
 
+    @property
+    def max_slots(self) -> int:
+        """KV slots that the request may come to need, for all tokens but the last, which no step computes."""
+        return self.max_len - 1
+
     def extend(self, request: Request, new_token_ids: list[int]) -> bool:
         """Append tokens to the request up to the one that ends it; truncate new_token_ids after that one.
 
