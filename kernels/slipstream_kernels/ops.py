@@ -94,7 +94,7 @@ from slipstream_kernels.sample.scale_logits import scale_logits
 from slipstream_kernels.sample.token_masks import apply_token_masks
 from slipstream_kernels.select import BACKENDS, select
 from slipstream_kernels.spec.accept_drafts import AcceptedRows, VerifiedRows, accept_drafts, empty_accepted_rows
-from slipstream_kernels.spec.prepare_draft_inputs import LevelRows, prepare_draft_inputs
+from slipstream_kernels.spec.prepare_draft_inputs import LevelPlaces, LevelRows, prepare_draft_inputs
 from slipstream_kernels.spec.reject_drafts import DrawnDrafts, reject_drafts, token_probs
 from slipstream_kernels.spec.unpack_step_inputs import ArrivedInputs, unpack_step_inputs
 from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, update_step_inputs
@@ -131,6 +131,7 @@ __all__ = [
     "Int8Rows",
     "KvCache",
     "LatentCache",
+    "LevelPlaces",
     "LevelRows",
     "LinearWeight",
     "QKRope",

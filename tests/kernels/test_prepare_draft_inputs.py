@@ -17,10 +17,10 @@ def found(backend: str, device: torch.device, first: int, num_rows: int, rows_pe
     positions = torch.tensor([value for position in POSITIONS for value in (99, position)], device=device)
     last = torch.arange(1, 10, 2, device=device)
     seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=device)
-    places = {"first": first, "num_rows": num_rows, "rows_per_level": rows_per_level}
+    places = ops.LevelPlaces(first, num_rows, rows_per_level)
     tables = torch.cat([TABLES, TABLES], dim=1).to(device)[:, :4]
     return ops.prepare_draft_inputs(
-        positions, last, seq_lens, tables, **places, block_size=SIZE, num_positions=NUM_POSITIONS, backend=backend
+        positions, last, seq_lens, tables, places, block_size=SIZE, num_positions=NUM_POSITIONS, backend=backend
     )
 
 
@@ -57,6 +57,5 @@ def test_bad_arguments_are_named() -> None:
         found("reference", torch.device("cpu"), 0, 65, 1)
     with pytest.raises(ValueError, match=r"last: torch\.int32"):
         last = torch.zeros(1, dtype=torch.int32)
-        ops.prepare_draft_inputs(
-            last.long(), last, last, last[None], first=0, num_rows=1, rows_per_level=1, block_size=8, num_positions=9
-        )
+        places = ops.LevelPlaces(0, 1, 1)
+        ops.prepare_draft_inputs(last.long(), last, last, last[None], places, block_size=8, num_positions=9)

@@ -103,9 +103,7 @@ class RowsAfter:
             last,
             batch.seq_lens,
             batch.block_tables,
-            first=first,
-            num_rows=num_rows,
-            rows_per_level=rows_per_level,
+            ops.LevelPlaces(first, num_rows, rows_per_level),
             block_size=self._block_size,
             num_positions=self._num_positions,
         )

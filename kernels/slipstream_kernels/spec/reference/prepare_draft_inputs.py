@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.spec.prepare_draft_inputs import LevelRows
+from slipstream_kernels.spec.prepare_draft_inputs import LevelPlaces, LevelRows
 
 
 def prepare_draft_inputs(
@@ -12,12 +12,12 @@ def prepare_draft_inputs(
     last: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    level: tuple[int, int, int],
+    places: LevelPlaces,
     block_size: int,
     num_positions: int,
 ) -> LevelRows:
-    """See ops.prepare_draft_inputs.  level: first, num_rows, rows_per_level."""
-    first, num_rows, rows_per_level = level
+    """See ops.prepare_draft_inputs."""
+    first, num_rows, rows_per_level = places
     rows, width = torch.arange(num_rows, device=last.device), block_tables.shape[1]
     starts = positions[last] + 1 + first
     slots = starts[:, None] + rows

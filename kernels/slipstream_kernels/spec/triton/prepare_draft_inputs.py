@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.spec.prepare_draft_inputs import LevelRows
+from slipstream_kernels.spec.prepare_draft_inputs import LevelPlaces, LevelRows
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 
@@ -15,12 +15,12 @@ def prepare_draft_inputs(
     last: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    level: tuple[int, int, int],
+    places: LevelPlaces,
     block_size: int,
     num_positions: int,
 ) -> LevelRows:
-    """See ops.prepare_draft_inputs.  level: first, num_rows, rows_per_level."""
-    first, num_rows, rows_per_level = level
+    """See ops.prepare_draft_inputs."""
+    first, num_rows, rows_per_level = places
     count = last.shape[0]
     found = LevelRows(
         positions.new_empty(count * num_rows), positions.new_empty(count * num_rows), torch.empty_like(seq_lens)
