@@ -186,7 +186,7 @@ def sampling_cases(s: Shapes, device: torch.device, backend: str) -> Iterator[Ca
         "apply_penalties",
         f"{shape}, 512 seen",
         lambda: ops.apply_penalties(
-            logits, token_ids, lens, 2 * lens, repetition=ones, presence=ones, frequency=ones, backend=backend
+            logits, token_ids, lens, 2 * lens, ops.Penalties(ones, ones, ones), backend=backend
         ),
         num_bytes=2.0 * num_rows * 512 * 4,
     )

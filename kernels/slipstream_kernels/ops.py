@@ -88,7 +88,7 @@ from slipstream_kernels.rotation import HeadNorms, QKRope, Rope
 from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.sample.metadata import SamplingMetadata
-from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
+from slipstream_kernels.sample.penalties import Penalties, apply_bias, apply_penalties
 from slipstream_kernels.sample.sample import greedy, sample
 from slipstream_kernels.sample.scale_logits import scale_logits
 from slipstream_kernels.sample.token_masks import apply_token_masks
@@ -134,6 +134,7 @@ __all__ = [
     "LevelPlaces",
     "LevelRows",
     "LinearWeight",
+    "Penalties",
     "QKRope",
     "RaggedKeys",
     "RaggedMetadata",

@@ -157,7 +157,8 @@ def test_penalties(device, backend, unused) -> None:
             if case["presence"] is not None:
                 x -= case["frequency"][row].item() * count + case["presence"][row].item() * (count > 0)
             expected[row, token] = x
-    ops.apply_penalties(logits, **case, backend=backend)
+    penalties = ops.Penalties(*(case.pop(name) for name in ops.Penalties._fields))
+    ops.apply_penalties(logits, **case, penalties=penalties, backend=backend)
     torch.testing.assert_close(logits.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -70,7 +70,10 @@ def test_paged_attention_names_trees_which_it_does_not_know() -> None:
         ("seeds, positions", lambda x: ops.sample(x, ops.SamplingMetadata(torch.ones(4)), None, None)),
         ("top_k", lambda x: ops.sample(x, ops.SamplingMetadata(top_k=torch.ones(4)), None, None)),
         ("logits", lambda x: ops.sample(x.int(), ops.SamplingMetadata(), None, None)),
-        ("num_tokens", lambda x: ops.apply_penalties(x, x.long(), torch.zeros(4).int(), torch.zeros(3).int())),
+        (
+            "num_tokens",
+            lambda x: ops.apply_penalties(x, x.long(), *(torch.zeros(n).int() for n in (4, 3)), ops.Penalties()),
+        ),
         ("values", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(2))),
         ("token_ids", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.tensor([-1]), torch.zeros(1))),
         ("rows", lambda x: ops.apply_bias(x, torch.tensor([x.shape[0]]), torch.zeros(1).long(), torch.zeros(1))),

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from slipstream_kernels.select import require_shape, require_unit_stride, select
+
+
+class Penalties(NamedTuple):
+    """Of each row, [num_rows] fp32, or None (no row uses it); 1, 0 and 0 leave a row alone."""
+
+    repetition: torch.Tensor | None = None
+    presence: torch.Tensor | None = None
+    frequency: torch.Tensor | None = None
+
+    def of(self, rows: slice) -> Penalties:
+        return Penalties(*(None if values is None else values[rows] for values in self))
 
 
 def apply_penalties(
@@ -12,18 +25,15 @@ def apply_penalties(
     token_ids: torch.Tensor,
     prompt_lens: torch.Tensor,
     num_tokens: torch.Tensor,
+    penalties: Penalties,
     *,
-    repetition: torch.Tensor | None = None,
-    presence: torch.Tensor | None = None,
-    frequency: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Penalise seen tokens in place: repetition first, then frequency and presence.
 
     logits: [num_rows, vocab_size] fp32.  token_ids: [num_rows, max_tokens] int32 or int64; row r holds its prompt in
     [0, prompt_lens[r]) and its output in [prompt_lens[r], num_tokens[r]); the rest is ignored, repeats are allowed.
-    prompt_lens, num_tokens: [num_rows] int32.  repetition, presence, frequency: [num_rows] fp32, or None (no row
-    uses it); 1, 0 and 0 leave a row alone.  repetition (prompt + output, once per distinct token): l / r if l > 0
+    prompt_lens, num_tokens: [num_rows] int32.  repetition (prompt + output, once per distinct token): l / r if l > 0
     else l * r. frequency and presence (output only): l - frequency * count - presence * (count > 0).
     Source: CTRL, arXiv:1909.05858 in Hugging Face's form; OpenAI API reference.
     """
@@ -38,15 +48,14 @@ def apply_penalties(
         require_shape(name, tensor, (num_rows,))
         if tensor.dtype != torch.int32:
             raise ValueError(f"{name}: dtype {tensor.dtype}, expected int32")
-    for name, values in (("repetition", repetition), ("presence", presence), ("frequency", frequency)):
+    for name, values in penalties._asdict().items():
         if values is not None:
             require_shape(name, values, (num_rows,))
             if values.dtype != torch.float32:
                 raise ValueError(f"{name}: dtype {values.dtype}, expected float32")
-    if repetition is None and presence is None and frequency is None:
-        return
-    implementation = select("sample.penalties", backend, logits)
-    implementation.apply_penalties(logits, token_ids, prompt_lens, num_tokens, repetition, presence, frequency)
+    if any(values is not None for values in penalties):
+        implementation = select("sample.penalties", backend, logits)
+        implementation.apply_penalties(logits, token_ids, prompt_lens, num_tokens, penalties)
 
 
 def apply_bias(

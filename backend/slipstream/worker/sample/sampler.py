@@ -91,15 +91,6 @@ _is_plain, _is_greedy = attrgetter("is_plain"), attrgetter("is_greedy")
 Judge = Callable[[torch.Tensor, Draws, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class _Penalties(NamedTuple):
-    """Arguments of ops.apply_penalties, [number of penalised rows] each."""
-
-    prompt_lens: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-
-
 @dataclass(slots=True)
 class _Composition:
     """Everything that stays the same while the same requests sample in the same order."""
@@ -110,12 +101,13 @@ class _Composition:
     is_processed: bool
     penalised: list[int]
     penalised_rows: torch.Tensor
+    prompt_lens: torch.Tensor  # of the penalised rows
+    penalties: ops.Penalties  # likewise
     with_logprobs: list[RequestState]
     logprob_rows: torch.Tensor
     logits_rows: torch.Tensor | None  # which of these rows are wanted whole
     asked_token_ids: torch.Tensor | None  # logprob_token_ids of these rows, padded with 0
     draws: Draws
-    penalties: _Penalties  # of the penalised rows
 
 
 class Sampler:
@@ -186,7 +178,7 @@ class Sampler:
         metadata = ops.SamplingMetadata(one, one.int(), 0.5 * one, 0.5 * one)
         ops.sample(scores, metadata, one.long(), one.long())
         history, count = one.int()[None], one.int()
-        ops.apply_penalties(scores, history, count, count, repetition=one, presence=one, frequency=one)
+        ops.apply_penalties(scores, history, count, count, ops.Penalties(one, one, one))
         ops.apply_bias(scores, 0 * one.long(), one.long(), one)
         self._masks.warm_up(scores)
         warm_up_logprobs(scores, max_logprobs)
@@ -212,12 +204,13 @@ class Sampler:
                 is_processed=any(requests[row].params.logits_processors for row in special),
                 penalised=penalised,
                 penalised_rows=self._ints(penalised, torch.int64),
+                prompt_lens=self._ints([requests[row].num_prompt_tokens for row in penalised], torch.int32),
+                penalties=self._penalties([requests[row] for row in penalised]),
                 with_logprobs=[requests[row] for row in with_logprobs],
                 logprob_rows=self._ints(with_logprobs, torch.int64),
                 logits_rows=self._logits_rows([requests[row] for row in with_logprobs]),
                 asked_token_ids=self._asked_token_ids([requests[row] for row in with_logprobs]),
                 draws=self._draw_parameters(requests),
-                penalties=self._penalties([requests[row] for row in penalised]),
             )
         return self._composition
 
@@ -249,10 +242,9 @@ class Sampler:
         filters = packed.get("top_k"), packed.get("top_p"), packed.get("min_p")
         return Draws(ops.SamplingMetadata(packed["temperature"], *filters), packed["seeds"])
 
-    def _penalties(self, requests: list[RequestState]) -> _Penalties:
+    def _penalties(self, requests: list[RequestState]) -> ops.Penalties:
         params = [request.params for request in requests]
-        return _Penalties(
-            prompt_lens=self._ints([request.num_prompt_tokens for request in requests], torch.int32),
+        return ops.Penalties(
             repetition=self._floats([p.repetition_penalty for p in params]),
             presence=self._floats([p.presence_penalty for p in params]),
             frequency=self._floats([p.frequency_penalty for p in params]),
@@ -273,15 +265,8 @@ class Sampler:
             penalised_paths = [paths[row] for row in rows.penalised] if paths else None
             for piece, history, num_tokens in self._history.read(penalised, previous, penalised_paths):
                 part = logits[rows.penalised_rows[piece]]  # a copy
-                ops.apply_penalties(
-                    part,
-                    history,
-                    rows.penalties.prompt_lens[piece],
-                    self._ints(num_tokens, torch.int32),
-                    repetition=rows.penalties.repetition[piece],
-                    presence=rows.penalties.presence[piece],
-                    frequency=rows.penalties.frequency[piece],
-                )
+                lengths = rows.prompt_lens[piece], self._ints(num_tokens, torch.int32)
+                ops.apply_penalties(part, history, *lengths, rows.penalties.of(piece))
                 logits[rows.penalised_rows[piece]] = part
         report = self._processors.apply(logits, requests, paths) if rows.is_processed else None
         if rows.is_edited:

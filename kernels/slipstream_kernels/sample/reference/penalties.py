@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from slipstream_kernels.sample.penalties import Penalties
+
 
 def apply_penalties(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     prompt_lens: torch.Tensor,
     num_tokens: torch.Tensor,
-    repetition: torch.Tensor | None,
-    presence: torch.Tensor | None,
-    frequency: torch.Tensor | None,
+    penalties: Penalties,
 ) -> None:
     """See ops.apply_penalties."""
     vocab_size = logits.shape[1]
@@ -25,6 +25,7 @@ def apply_penalties(
 
     flat, pair_rows = logits.view(-1), pairs // vocab_size
     values = flat[pairs]
+    repetition, presence, frequency = penalties
     if repetition is not None:
         penalty = repetition[pair_rows]
         values = torch.where(values > 0, values / penalty, values * penalty)

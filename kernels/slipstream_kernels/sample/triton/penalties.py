@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.sample.penalties import Penalties
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 BLOCK = 1024
@@ -62,9 +63,7 @@ def apply_penalties(
     token_ids: torch.Tensor,
     prompt_lens: torch.Tensor,
     num_tokens: torch.Tensor,
-    repetition: torch.Tensor | None,
-    presence: torch.Tensor | None,
-    frequency: torch.Tensor | None,
+    penalties: Penalties,
 ) -> None:
     """See ops.apply_penalties."""
     num_rows, vocab_size = logits.shape
@@ -77,13 +76,11 @@ def apply_penalties(
     _penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
         logits,
         counts,
-        repetition,
-        presence,
-        frequency,
+        *penalties,
         vocab_size,
-        HAS_REPETITION=repetition is not None,
-        HAS_PRESENCE=presence is not None,
-        HAS_FREQUENCY=frequency is not None,
+        HAS_REPETITION=penalties.repetition is not None,
+        HAS_PRESENCE=penalties.presence is not None,
+        HAS_FREQUENCY=penalties.frequency is not None,
         BLOCK=BLOCK,
         num_warps=4,
     )
