@@ -12,7 +12,6 @@ from slipstream_kernels.gemm.int4_checks import check_int4
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm
 from slipstream_kernels.moe.grouped_mxfp4_layout import repack_experts, unpack_experts
-from slipstream_kernels.moe.triton.dequantise_grouped_mxfp4 import dequantise_grouped_mxfp4
 from slipstream_kernels.moe.triton.dequantise_mxfp4 import dequantise_mxfp4
 from tolerances import INT_MM
 
@@ -126,8 +125,13 @@ def test_repacked_experts_through_the_choice(hopper, num_rows) -> None:
 def test_weights_are_written_out_as_they_are(device) -> None:
     weight, values = drawn(48, 96, device, extremes=(250, 2))
     assert torch.equal(dequantise_mxfp4(weight).double(), values)
-    weight, values = drawn(64, 96, device, extremes=(160, 2))
-    assert torch.equal(dequantise_grouped_mxfp4(repack_experts(weight, 2)).double(), values)
+
+
+@pytest.mark.parametrize("sizes", [(2, 32, 96), (3, 64, 2880), (5, 96, 1184)], ids=str)
+def test_repacked_experts_are_written_out_as_they_are(hopper, sizes) -> None:
+    num_experts, out_features, in_features = sizes
+    weight, values = drawn(num_experts * out_features, in_features, hopper, extremes=(160, 2, 1))
+    assert torch.equal(grouped_mxfp4_gemm.written_out(repack_experts(weight, num_experts)).double(), values)
 
 
 @pytest.mark.parametrize("sizes", [(3, 64, 160), (2, 32, 2880), (1, 96, 32)], ids=str)

@@ -74,11 +74,5 @@ KERNELS = [
         {"qweight_ptr": "*u8", "out_ptr": "*fp8e4nv", "num_tiles": "i32", "half_features": "i32"},
         {"IN_FEATURES": 1408, "TILE_BYTES": 1088}, 4,
     ),
-    (
-        "dequantise_grouped_mxfp4", "_dequantise_grouped_mxfp4_kernel",
-        {"words_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*bf16"},
-        {"IN_FEATURES": 2880, "UNITS": 45, "WORDS": 272, "CODE_WORDS": 256, "SCALE_OFFSET": 94, "FEATURES": 32,
-         "INPUTS": 64, "GROUP": 32}, 4,
-    ),
     ("dequantise_mxfp4", "_dequantise_mxfp4_kernel", MXFP4_BYTES, {"GROUP_BYTES": 16, "BLOCK": 2048}, 4),
 ]  # fmt: skip

@@ -60,7 +60,7 @@ def variants() -> list[Variant]:
         grouped_mxfp4_gemm,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
-    return [*found, (int4_mm.DEQUANTISE, ())]
+    return [*found, (int4_mm.DEQUANTISE, ()), (grouped_mxfp4_gemm.DEQUANTISE, ())]
 
 
 def on_cutlass() -> list[Variant]:

@@ -160,7 +160,7 @@ def _dequantise_mxfp4_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantise_grouped_mxfp4_16bit(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
-    values: Tensor = _module("triton", "dequantise_grouped_mxfp4").dequantise_grouped_mxfp4(weight)
+    values: Tensor = _module("cuda", "grouped_mxfp4_gemm").written_out(weight)
     return values
 
 

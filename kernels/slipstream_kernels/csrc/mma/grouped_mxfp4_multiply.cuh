@@ -6,29 +6,13 @@
 // the teams, each of its own input features, are added in shared memory.
 #pragma once
 
+#include "formats/mxfp4_words.cuh"
 #include "pipeline/grouped_mxfp4_load.cuh"
 
 namespace slipstream {
 
 // Weights are multiplied as 2^-32 of their values: bf16 then holds factors of scales up to 2^33.
 constexpr float kMxfp4Unit = 4294967296.0f;
-
-// The bf16 pair that scales weights which expand_e2m1 made, of a byte of a word: its biased exponent.
-__device__ __forceinline__ uint32_t mxfp4_factor(uint32_t scales, int byte) {
-  return __byte_perm(scales, 0, 0x4040 + 0x0101 * byte) << 7;
-}
-
-// The eight e2m1 of a word as four pairs of bf16, of neighbouring input features. Sign, exponent and fraction take their
-// places in bf16, where they are 2^-126 of the value, subnormal ones included; the factor makes up for that. Shifts to the
-// left are products: the units of masks and shifts to the right are the busier ones. The bits of the last pair fill gaps
-// of the others, and a product by three powers of two brings them to their places.
-__device__ __forceinline__ void expand_e2m1(uint32_t word, uint32_t factor, uint32_t (&pairs)[4]) {
-  constexpr uint32_t kPlaces = 0x81C081C0u, kGaps = 0x00D800D8u, kMoves = 1u + (1u << 5) + (1u << 11);
-  pairs[0] = multiply_pair(word & kPlaces, factor);
-  pairs[1] = multiply_pair((word * 8) & kPlaces, factor);
-  pairs[2] = multiply_pair((word * 64) & kPlaces, factor);
-  pairs[3] = multiply_pair((((word >> 7) & kGaps) * kMoves) & kPlaces, factor);
-}
 
 // A lane's weights of a unit: of tiles of 16 output features two rows (l / 4 and + 8), of each 16 input features of a group.
 template <int TILES>
@@ -120,17 +104,17 @@ __device__ __forceinline__ void multiply_units(const GroupedGemmParams& p, const
   using Tile = GroupedMxfp4Tile<SHAPE>;
   const int warp = threadIdx.x / 32, team = warp / SHAPE::kTeamWarps;
   const bool has_features = first_feature < p.out_features;
-  const int units = (p.in_features + SHAPE::kUnitInputs - 1) / SHAPE::kUnitInputs;
+  const int units = (p.in_features + SHAPE::Unit::kInputs - 1) / SHAPE::Unit::kInputs;
   const int begin = team * units / SHAPE::kTeams, end = (team + 1) * units / SHAPE::kTeams;
   const int64_t row = static_cast<int64_t>(tile.expert) * p.out_features + first_feature;
-  const char* first = reinterpret_cast<const char*>(p.qweight) + (row / SHAPE::kUnitFeatures * units + begin) * SHAPE::kUnitBytes;
+  const char* first = reinterpret_cast<const char*>(p.qweight) + (row / SHAPE::Unit::kFeatures * units + begin) * SHAPE::Unit::kBytes;
   const uint32_t shared = shared_address(memory);
   Mxfp4Weights<SHAPE> weights(first, has_features ? end - begin : 0, shared + warp * SHAPE::kRingBytes,
                               shared + SHAPE::kBarrierOffset + 8 * SHAPE::kStages * warp);
   const auto** pointers = reinterpret_cast<const __nv_bfloat16**>(memory + SHAPE::kPointerOffset);
   if (threadIdx.x < tile.num_rows) pointers[threadIdx.x] = row_of_x(p, tile, threadIdx.x);
   __syncthreads();
-  Mxfp4Rows<SHAPE> rows(pointers, tile.num_rows, p.in_features, SHAPE::kUnitInputs * begin, SHAPE::kUnitInputs * end,
+  Mxfp4Rows<SHAPE> rows(pointers, tile.num_rows, p.in_features, SHAPE::Unit::kInputs * begin, SHAPE::Unit::kInputs * end,
                         shared + SHAPE::kRowsOffset + team * SHAPE::kTeamRowBytes);
 #pragma unroll
   for (int i = 0; i < SHAPE::kTiles * SHAPE::kColumns * 4; ++i) sums[i / 4 / SHAPE::kColumns][i / 4 % SHAPE::kColumns][i % 4] = 0.0f;
@@ -142,8 +126,8 @@ __device__ __forceinline__ void multiply_units(const GroupedGemmParams& p, const
 #pragma unroll
     for (int of_stage = 0; of_stage < SHAPE::kStageUnits; of_stage += 2) {
       const int of_team = unit + of_stage, of_rows = of_team % SHAPE::kRowUnits;
-      const uint32_t from = stage + of_stage * SHAPE::kUnitBytes;
-      const typename Tile::Unit one(from, SHAPE::kScaleOffset), two(from + SHAPE::kUnitBytes, SHAPE::kScaleOffset);
+      const uint32_t from = stage + of_stage * SHAPE::Unit::kBytes;
+      const typename Tile::Unit one(from, SHAPE::Unit::kScaleOffset), two(from + SHAPE::Unit::kBytes, SHAPE::Unit::kScaleOffset);
       if (of_stage + 2 == SHAPE::kStageUnits) weights.release();
       if (of_team < end - begin) Tile::multiply(one, rows, of_rows, sums);
       if (of_team + 1 < end - begin) Tile::multiply(two, rows, of_rows + 1, sums);
@@ -157,7 +141,7 @@ __device__ __forceinline__ void multiply_grouped_mxfp4(const GroupedGemmParams& 
   const TokenTile tile = find_token_tile(p, SHAPE::kTileRows, token_tile);
   if (tile.num_rows == 0) return;
   const int warp = threadIdx.x / 32, first_feature = feature_tile * SHAPE::kFeatures;
-  const int of_team = SHAPE::kUnitFeatures * (warp % SHAPE::kTeamWarps);
+  const int of_team = SHAPE::Unit::kFeatures * (warp % SHAPE::kTeamWarps);
   typename GroupedMxfp4Tile<SHAPE>::Sums sums;
   multiply_units<SHAPE>(p, tile, first_feature + of_team, memory, sums);
   __syncthreads();   // sums take the place of weights and rows of x

@@ -47,7 +47,7 @@ struct Mxfp4Weights {
   __device__ __forceinline__ void copy(int stage) {
     if (units <= 0) return;
     if (threadIdx.x % 32 == 0) {
-      const int bytes = min(units, SHAPE::kStageUnits) * SHAPE::kUnitBytes;
+      const int bytes = min(units, SHAPE::kStageUnits) * SHAPE::Unit::kBytes;
       arrive_expecting(barriers + 8 * stage, bytes);
       copy_bulk(ring + stage * SHAPE::kStageBytes, from, bytes, barriers + 8 * stage, evict_first_policy());
     }
@@ -116,7 +116,7 @@ struct Mxfp4Rows {
           copy_async_or_zero<16>(to + 16 * (chunk ^ (row & 1)), pointers[row] + (is_inside ? feature : 0), is_inside);
         }
       }
-      next += SHAPE::kUnitInputs * SHAPE::kRowUnits;
+      next += SHAPE::Unit::kInputs * SHAPE::kRowUnits;
     }
     commit_copies();
   }

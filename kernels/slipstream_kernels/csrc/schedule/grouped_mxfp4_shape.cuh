@@ -5,6 +5,12 @@
 
 namespace slipstream {
 
+// 32 output features by 64 input features, and their scales, as they lie in memory (grouped_mxfp4_layout.py).
+struct GroupedMxfp4Unit {
+  static constexpr int kFeatures = 32, kInputs = 64;
+  static constexpr int kScaleOffset = 1024, kBytes = kScaleOffset + 64;
+};
+
 // A CTA: a tile of tokens of an expert by 32 output features for each warp of a team. Its teams divide the input features.
 template <int COLUMNS, int TEAM_WARPS, int TEAMS>
 struct GroupedMxfp4Shape {
@@ -13,16 +19,15 @@ struct GroupedMxfp4Shape {
   static constexpr int kWarps = TEAMS * TEAM_WARPS, kThreads = 32 * kWarps;
   static constexpr int kCtas = (COLUMNS == 1 ? 32 : 20) / kWarps;   // of an SM, at once
 
-  // A unit: 32 output features by 64 input features, and their scales, as they lie in memory (grouped_mxfp4_layout.py).
-  static constexpr int kTiles = 2, kUnitFeatures = 16 * kTiles, kFeatures = kUnitFeatures * TEAM_WARPS;
-  static constexpr int kUnitInputs = 64, kScaleOffset = 1024, kUnitBytes = kScaleOffset + 64;
+  using Unit = GroupedMxfp4Unit;
+  static constexpr int kTiles = Unit::kFeatures / 16, kFeatures = Unit::kFeatures * TEAM_WARPS;
 
   // Every warp has a ring of its own for its units.
-  static constexpr int kStageUnits = TEAMS == 1 ? 4 : 2, kStages = 2, kStageBytes = kStageUnits * kUnitBytes;
+  static constexpr int kStageUnits = TEAMS == 1 ? 4 : 2, kStages = 2, kStageBytes = kStageUnits * Unit::kBytes;
   static constexpr int kRingBytes = kStages * kStageBytes;
   // A team shares rows of x: of each row the input features of some units.
   static constexpr int kRowUnits = TEAM_WARPS == 1 ? 2 : 4, kRowStages = 2;
-  static constexpr int kRowBytes = 2 * kUnitInputs * kRowUnits, kRowStageBytes = kTileRows * kRowBytes;
+  static constexpr int kRowBytes = 2 * Unit::kInputs * kRowUnits, kRowStageBytes = kTileRows * kRowBytes;
   static constexpr int kTeamRowBytes = kRowStages * kRowStageBytes;
 
   static constexpr int kSumStride = kFeatures + 2;                          // of a row of sums in shared memory

@@ -23,6 +23,7 @@ from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_mxfp4_gemm.cu"
+DEQUANTISE = "sm90_grouped_mxfp4_dequantise.cu"
 
 
 class Variant(NamedTuple):
@@ -65,7 +66,7 @@ def refusal(weight: Int4Weight, num_experts: int) -> str | None:
     if (reason := grouped_gemm.refusal(weight, num_experts)) is not None:
         return reason
     sizes = grouped_mxfp4_layout.refusal(weight.out_features // num_experts, weight.in_features)
-    return sizes or build_refusal(SOURCE, defines(VARIANTS[0]))
+    return sizes or build_refusal(SOURCE, defines(VARIANTS[0])) or build_refusal(DEQUANTISE, ())
 
 
 def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Variant:
@@ -102,6 +103,20 @@ def grouped_int4_mm(
         params.is_dependent = launches_dependently(x.device)
         launch("grouped_mxfp4_gemm", load(SOURCE, defines(variant)), params, x.device)
     return silu_mul(out) if gated else out
+
+
+def written_out(weight: Int4Weight) -> torch.Tensor:
+    """[out_features of all experts, in_features] bf16 of a repacked weight, exactly.  One launch."""
+    device = weight.packed.device
+    out = torch.empty((weight.out_features, weight.in_features), dtype=torch.bfloat16, device=device)
+    params = GroupedGemmParams(
+        **addresses({"qweight": weight.packed, "out": out}),
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        is_dependent=launches_dependently(device),
+    )
+    launch("grouped_mxfp4_dequantise", load(DEQUANTISE, ()), params, device)
+    return out
 
 
 def arguments(

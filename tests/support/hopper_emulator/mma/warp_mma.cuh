@@ -1,47 +1,12 @@
-// The emulator's warp_mma.cuh and numbers.cuh: what of them the emulated kernels use.
+// The emulator's warp_mma.cuh: what of it the emulated kernels use.
 #pragma once
 
 #include <cuda_fp8.h>
 
+#include "formats/numbers.cuh"
 #include "ptx/memory_access.cuh"
 
 namespace slipstream {
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-inline float silu(float x) { return x / (1.0f + __expf(-x)); }
-
-inline float to_float(__half x) { return __half2float(x); }
-inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-T from_float(float x) {
-  if constexpr (__is_same(T, __half)) return __float2half_rn(x);
-  else return __float2bfloat16_rn(x);
-}
-
-template <typename T>
-uint32_t bits_of(T x) {
-  uint16_t bits;
-  std::memcpy(&bits, &x, 2);
-  return bits;
-}
-
-template <typename T>
-uint32_t pack(float low, float high) {
-  return bits_of(from_float<T>(low)) | bits_of(from_float<T>(high)) << 16;
-}
-
-template <typename T>
-float2 unpack(uint32_t pair) {
-  if constexpr (__is_same(T, __half)) return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  else return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-}
-
-inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
-  const float2 a = unpack<__nv_bfloat16>(pair), b = unpack<__nv_bfloat16>(factor);
-  return pack<__nv_bfloat16>(a.x * b.x, a.y * b.y);
-}
 
 template <typename T>
 const float* table_of_values() {
