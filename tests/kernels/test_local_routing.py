@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from slipstream_kernels import ops
 
@@ -22,6 +23,25 @@ def test_the_sum_over_ranks_is_the_whole() -> None:
         y[int(routing.offsets[-1]) :] = torch.nan
         found += ops.combine_experts(ops.local_rows(y, routing), routing)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_biases_of_a_rank_s_experts(device, backend: str) -> None:
+    """Rows of other ranks' experts, which are NaN here, have the weight 0 and no expert's bias of this rank."""
+    torch.manual_seed(4)
+    whole, size = ops.route_experts(torch.randn(7, 6, device=device), 2), 8
+    weight = torch.randn(6, 2 * size, 12, device=device)
+    x, inner, outer = (torch.randn(*sizes, device=device) for sizes in ((7, 12), (6, 2 * size), (6, size)))
+
+    def layer(routing: ops.Routing, own: slice) -> torch.Tensor:
+        y = ops.grouped_mm(x, weight[own], routing, by_token=True)
+        y[int(routing.offsets[-1]) :] = torch.nan
+        gated = ops.gate_experts(y, routing, inner[own].contiguous(), alpha=1.7, limit=7.0, backend=backend)
+        return ops.combine_experts(ops.local_rows(gated, routing), routing, outer[own].contiguous(), backend=backend)
+
+    expected = layer(whole, slice(0, 6))
+    found = sum(layer(ops.local_routing(whole, own), own) for own in (slice(0, 1), slice(1, 4), slice(4, 6)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_kernels_are_chosen_by_the_rows_of_a_rank() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from paged_forward import PagedForward
+from rank_threads import on_each, parallels
 from safetensors.torch import load_file, save_file
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
@@ -55,6 +57,16 @@ def test_logits(checkpoint: TinyCheckpoint) -> None:
     for chunks in ([29], [1, 7]):
         (ours,) = PagedForward(decoder, [PROMPT]).run(chunks)
         assert relative_error(ours, checkpoint.logits(PROMPT)) <= 1e-4
+
+
+def test_ranks_have_whole_experts(checkpoint: TinyCheckpoint) -> None:
+    """With their biases, where an expert of 32 features cannot be cut. Some experts get no rows, and some ranks."""
+    config = ModelConfig(model=str(checkpoint.path), device="cpu")
+    ranks = [load_model(config, parallel=replace(one, splits_experts=True)) for one in parallels(2)]
+    prompts = [PROMPT, [9], [4]]
+    found = on_each(ranks, lambda decoder: torch.cat(PagedForward(decoder, prompts).run([7, 1])))
+    expected = torch.cat(PagedForward(load_model(config), prompts).run([7, 1]))
+    assert torch.equal(*found) and relative_error(found[0], expected) < 1e-5
 
 
 def test_experts_stay_in_4_bits(checkpoint: TinyCheckpoint) -> None:

@@ -299,7 +299,8 @@ def test_a_rank_without_a_row_of_the_vocabulary(variant: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "variant", ["mixtral", "qwen2-moe", "glm4-moe-groups", "minimax-m2", "granite-moe-shared", "ernie4_5-moe"]
+    "variant",
+    ["mixtral", "qwen2-moe", "glm4-moe-groups", "minimax-m2", "granite-moe-shared", "ernie4_5-moe", "gpt-oss"],
 )
 def test_ranks_have_whole_experts(variant: str, tmp_path: Path) -> None:
     """Some experts get no rows, and some ranks: the last prompt is one token."""

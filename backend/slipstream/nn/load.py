@@ -283,9 +283,5 @@ def _check_parallel(spec: DecoderSpec, parallel: Parallel) -> None:
     if parallel.size > 1 and any(stored is not None and stored.act_order for stored in formats):
         reason = "the checkpoint's input features are in an order of their own (desc_act); accepted: 1"
         raise ConfigError(FIELD, parallel.size, reason)
-    if parallel.splits_experts:
-        experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
-        if not experts:
-            raise ConfigError("expert_parallel", True, "the model has no experts; accepted: false")
-        if any(one.bias for one in experts):
-            raise ConfigError("expert_parallel", True, "the model's experts have biases; accepted: false")
+    if parallel.splits_experts and not any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        raise ConfigError("expert_parallel", True, "the model has no experts; accepted: false")

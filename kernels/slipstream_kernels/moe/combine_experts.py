@@ -19,7 +19,8 @@ def combine_experts(
 ) -> torch.Tensor:
     """Each token's sum of its rows of y times their weights, in fp32 and the order of its experts, in y's dtype.
 
-    y: [num_rows, size].  bias: [num_experts, size] of y's dtype, added to the rows of each expert.
+    y: [num_rows, size].  bias: [num_experts, size] of y's dtype, finite, added to the rows of each expert (of a local
+    routing: rows of other ranks' experts have weight 0).
     shared: [num_tokens, size] of y's dtype, contiguous: added last, times the sigmoid of shared_gate, [num_tokens, 1]
     of y's dtype and contiguous, where there is one.
     Returns [num_tokens, size].

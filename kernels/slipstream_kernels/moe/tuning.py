@@ -68,7 +68,8 @@ H200 = Tuning(
             *_GROUPED_INT4,
         ),
         ("grouped_mxfp4", PLAIN_ROWS): (
-            # 32 of 5760 x 2880: 688 | 816 us at 128 rows an expert, the second written out, 1000 | 933 at 192, 1379 | 977 at 256
+            # 32 of 5760 x 2880, us of the kernel of few rows | of weights written out: 688 | 816 with 128 rows of one,
+            # 1000 | 933 with 192
             Use("dequantise_grouped_mxfp4+grouped_mm", least_rows=176),
             Use("grouped_mxfp4_gemm"),
             Use("dequantise_grouped_mxfp4+grouped_mm"),

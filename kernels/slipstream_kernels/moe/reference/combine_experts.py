@@ -35,6 +35,6 @@ def gate_experts(
 
 
 def _experts(routing: Routing) -> torch.Tensor:
-    """The expert of each row."""
+    """The expert of each row; rows behind those of the last are taken for its."""
     rows = torch.arange(routing.num_rows, dtype=torch.int32, device=routing.offsets.device)
-    return torch.searchsorted(routing.offsets[1:], rows, right=True)
+    return torch.searchsorted(routing.offsets[1:], rows, right=True).clamp(max=routing.num_experts - 1)

@@ -14,10 +14,10 @@ COMBINE_BLOCK = 1024
 
 @triton.jit
 def _expert_of(offsets_ptr, row, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
-    """How many experts' rows end at or before this one."""
+    """How many experts' rows end at or before this one; rows behind those of the last are taken for its."""
     experts = tl.arange(0, EXPERTS_PADDED)
     ends = tl.load(offsets_ptr + 1 + experts, mask=experts < NUM_EXPERTS, other=2147483647)
-    return tl.sum((ends <= row).to(tl.int32), axis=0)
+    return tl.minimum(tl.sum((ends <= row).to(tl.int32), axis=0), NUM_EXPERTS - 1)
 
 
 @triton.jit
