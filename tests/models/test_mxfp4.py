@@ -13,10 +13,13 @@ from rank_threads import on_each, parallels
 from safetensors.torch import load_file, save_file
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.load import load_model
 from slipstream.nn.quant.mxfp4 import RoundedToMXFP4
 from slipstream.nn.read_spec import read_spec
+from slipstream_kernels import ops
 from slipstream_kernels.gemm.quantize_int4 import dequantize_int4
+from slipstream_kernels.moe.grouped_mxfp4_layout import repack_experts
 from tiny_checkpoints import TinyCheckpoint, draw, relative_error
 from tiny_variants import SIZES, VARIANTS
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -89,6 +92,18 @@ def test_formats_and_what_is_refused(checkpoint: TinyCheckpoint) -> None:
         load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
 
 
+def test_experts_are_held_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Linear keeps what it multiplies, and sleep frees that. The canonical tensors stayed too: twice the memory."""
+    monkeypatch.setattr(ops, "repack_expert_int4", repack_experts)  # a CPU keeps the canonical order
+    method, spec = RoundedToMXFP4(), LinearSpec(64, (("up", 4 * 32),), bias=True, num_experts=4)
+    weights = method.create_weights(spec, torch.device("cpu"), torch.bfloat16)
+    method.load(weights, "weight", slice(0, 128), torch.randn(128, 64))
+    multiplied = method.finish(weights, 4, torch.bfloat16)
+    assert multiplied.kind.format == "grouped_mxfp4"
+    held = {**multiplied.int4.tensors(), "bias": multiplied.bias}
+    assert weights.keys() == held.keys() and all(weights[name] is tensor for name, tensor in held.items())
+
+
 def test_dummy_weights(checkpoint: TinyCheckpoint) -> None:
     decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu", load_format="dummy"))
     (logits,) = PagedForward(decoder, [PROMPT]).run([16])
@@ -96,8 +111,6 @@ def test_dummy_weights(checkpoint: TinyCheckpoint) -> None:
 
 
 def test_rounding_is_to_the_nearest_value() -> None:
-    from slipstream.nn.layer_spec import LinearSpec
-
     method, spec = RoundedToMXFP4(), LinearSpec(64, (("q", 8),))
     weights = method.create_weights(spec, torch.device("cpu"), torch.float32)
     weight = torch.randn(8, 64)

@@ -61,6 +61,7 @@ class RoundedToMXFP4(QuantMethod):
         weight = ops.Int4Weight(packed, scales, None, GROUP, packed.shape[0], 2 * packed.shape[1], is_e2m1=True)
         if num_experts and dtype == torch.bfloat16:  # what the kernel of a prepacked weight takes
             weight = ops.repack_expert_int4(weight, num_experts)
+        weights.update(weight.tensors())
         return ops.int4_linear_weight(weight, weights.get("bias"), num_experts=num_experts)
 
 
