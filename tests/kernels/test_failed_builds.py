@@ -151,7 +151,7 @@ def test_products_of_experts_fall_back_by_name(
     use(monkeypatch, moe, grouped_linear, fake_kernels(dict(moe.KERNELS), IN_CUDA))
     kind = WeightKind("grouped_mxfp4", 64, 64, torch.int32, CPU, 32, num_experts=4)
     weight: Any = SimpleNamespace(kind=kind, order=None, quant=None)
-    routing: Any = SimpleNamespace(num_tokens=8, num_rows=8, num_experts=4)
+    routing: Any = SimpleNamespace(num_tokens=8, num_rows=8, num_experts=4, sizes=(8, 8, 4))
     x = torch.zeros(8, 64, dtype=BF16)
     answers = [grouped_linear._multiply(x, weight, routing, False, True)[0] for _ in range(2)]
     assert answers == ["dequantise_grouped_mxfp4+grouped_mm"] * 2

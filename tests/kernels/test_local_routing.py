@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.gemm.linear_weight import plain_weight
+from slipstream_kernels.moe import grouped_linear
+from slipstream_kernels.moe.choose import variant_of
+from slipstream_kernels.moe.product import Product
 
 
 def test_the_sum_over_ranks_is_the_whole() -> None:
@@ -44,10 +48,14 @@ def test_biases_of_a_rank_s_experts(device, backend: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_kernels_are_chosen_by_the_rows_of_a_rank() -> None:
+def test_kernels_are_chosen_by_the_rows_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the experts has a quarter of the rows on average, and memory for all of them."""
     whole = ops.route_experts(torch.randn(64, 16), 2)
     routing = ops.local_routing(whole, slice(4, 8))
+    products: list[Product] = []
+    monkeypatch.setattr(grouped_linear, "variant_of", lambda product: products.append(product) or variant_of(product))
+    y = grouped_linear.grouped_linear(torch.randn(64, 12), plain_weight(torch.randn(4, 8, 12)), routing, by_token=True)
+    assert y.shape == (128, 8) and [(one.num_tokens, one.num_rows) for one in products] == [(64, 32)]
     assert whole.sizes == (64, 128, 16)
     assert routing.sizes == (64, 32, 4) and routing.num_rows == 128
     assert ops.local_routing(ops.route_experts(torch.randn(1, 16), 2), slice(0, 4)).sizes == (1, 1, 4)

@@ -59,7 +59,8 @@ def _multiply(
     if found != wanted or kind.num_experts != routing.num_experts:
         experts = f"{routing.num_experts} experts, expected {wanted} of {kind.num_experts}"
         raise ValueError(f"x: shape {found} of {experts}")
-    product = Product(kind, routing.num_tokens, routing.num_rows, x.dtype, gated)
+    num_tokens, num_rows, _ = routing.sizes
+    product = Product(kind, num_tokens, num_rows, x.dtype, gated)
     while True:
         variant = variant_of(product)
         rows = weight.quant.cast(x) if variant.quantises and isinstance(x, Tensor) else x

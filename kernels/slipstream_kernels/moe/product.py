@@ -10,7 +10,7 @@ from slipstream_kernels.gemm.product import WeightKind
 
 
 class Product(NamedTuple):
-    """num_rows: pairs of a token and one of its experts.  dtype: of the rows before they are quantised."""
+    """num_tokens, num_rows: as Routing.sizes has them.  dtype: of the rows before they are quantised."""
 
     weight: WeightKind
     num_tokens: int
