@@ -144,6 +144,15 @@ def test_repacked_experts_are_the_same_weights(device, sizes) -> None:
     assert torch.equal(found.packed, weight.packed) and torch.equal(found.scales, weight.scales)
 
 
+def test_repacked_experts_take_bf16_rows_alone(device) -> None:
+    weight, _ = drawn(64, 64, device)
+    repacked, routing = repack_experts(weight, 2), ops.route_experts(logits_of(3, 2, device), 1)
+    x = torch.randn(3, 64, device=device).half()
+    for rows, backend in ((x, "auto"), (x, "cuda"), (x.float(), "cuda"), (ops.quantize_fp8(x.bfloat16()), "cuda")):
+        with pytest.raises(ValueError, match="not bfloat16"):
+            ops.grouped_int4_mm(rows, repacked, routing, backend=backend)
+
+
 def test_variants_by_rows_and_ctas() -> None:
     """Tokens that choose 4 of 32 and of 128 experts; products of 5760 and 2880 output features on 132 SMs."""
 

@@ -91,9 +91,13 @@ def grouped_int4_mm(
     gated: bool,
     variant: Variant | None = None,
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is repacked MXFP4, x is bf16.  One launch, and one for silu(gate) * up if
-    gated.  variant: None: chosen by the sizes."""
-    assert isinstance(x, torch.Tensor) and weight.is_e2m1
+    """See ops.grouped_int4_mm; weight is repacked MXFP4.  One launch, and one for silu(gate) * up if gated.
+
+    variant: None: chosen by the sizes.  Raises ValueError for rows that are not bf16.
+    """
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+        found = x.dtype if isinstance(x, torch.Tensor) else x.values.dtype
+        raise ValueError(f"x: rows are {found}, not bfloat16, which repacked MXFP4 weights are multiplied by")
     x = x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     out_features = weight.out_features // routing.num_experts
     variant = variant or choose(routing.sizes, out_features, 0)
