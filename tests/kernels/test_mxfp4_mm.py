@@ -170,6 +170,18 @@ def test_variants_by_rows_and_ctas() -> None:
     assert chosen(64, 128, 2880) == FEW_OF_MANY and chosen(24, 128, 2880) == FEW
 
 
+def test_the_variant_of_an_sm_count(monkeypatch) -> None:
+    """Without one given, as the table of kernels chooses: two teams as long as CTAs are few."""
+    taken: list[tuple[str, ...]] = []
+    monkeypatch.setattr(grouped_mxfp4_gemm, "load", lambda source, defines: taken.append(defines))
+    monkeypatch.setattr(grouped_mxfp4_gemm, "launch", lambda *arguments: None)
+    monkeypatch.setattr(grouped_mxfp4_gemm, "launches_dependently", lambda device: False)
+    monkeypatch.setattr(grouped_mxfp4_gemm, "count_sms", lambda device: 132)
+    x, weight, _, routing = gemm_case((9, 4, 2, 32, 64, None), True, torch.device("cpu"))
+    ops.grouped_int4_mm(x, repack_experts(weight, 4), routing, by_token=True, backend="cuda")
+    assert taken == [grouped_mxfp4_gemm.defines(FEW)]
+
+
 def test_the_least_scale_is_a_power_of_two(device) -> None:
     """2^-127 is no normal fp32 number."""
     weight, _ = drawn(16, 64, device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream_kernels.cuda.build import build_refusal, load
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.launch import addresses, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
@@ -100,7 +101,7 @@ def grouped_int4_mm(
         raise ValueError(f"x: rows are {found}, not bfloat16, which repacked MXFP4 weights are multiplied by")
     x = x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     out_features = weight.out_features // routing.num_experts
-    variant = variant or choose(routing.sizes, out_features, 0)
+    variant = variant or choose(routing.sizes, out_features, count_sms(x.device))
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=x.device)
     if routing.num_rows:
         params = arguments(x, weight, routing, out, variant.columns, by_token=by_token)
