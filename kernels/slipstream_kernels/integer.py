@@ -30,8 +30,8 @@ class Int4Weight:
     with the group scales and zero points behind each tile's weights; scales is [out_features], zeros is None.
 
     is_e2m1: MXFP4.  w = E2M1[q] * 2^(scale - E8M0_BIAS), with scales uint8 and without zeros.
-    Grouped MXFP4 (ops.repack_expert_int4): `packed` is int32 [out_features / 32, in_features / 64, 272], with the
-    scales in it.
+    Grouped MXFP4 (ops.repack_expert_int4): `packed` is int32 [out_features / 32, in_features / 64 rounded up, 272],
+    with the scales in it; scales is empty.
     """
 
     packed: torch.Tensor

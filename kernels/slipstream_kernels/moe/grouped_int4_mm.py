@@ -64,8 +64,8 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     """The weight of all experts in the layout of its device's kernel, made once at load.
 
     fp8_rows: it is multiplied by FP8 rows alone, which have a faster kernel for groups of 128 and whole rows.
-    e2m1 weights are multiplied by bf16 rows alone.  A shape or device that the kernel does not serve stays canonical,
-    with a warning.  Raises ValueError for a weight that is not canonical.
+    Repacked e2m1 weights are multiplied by bf16 rows alone.  A shape or device that the kernel does not serve stays
+    canonical, with a warning.  Raises ValueError for a weight that is not canonical.
     """
     check_int4(weight)
     if not weight.packed.is_cuda:

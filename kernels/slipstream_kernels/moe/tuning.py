@@ -68,11 +68,10 @@ H200 = Tuning(
             *_GROUPED_INT4,
         ),
         ("grouped_mxfp4", PLAIN_ROWS): (
-            # 32 of 5760 x 2880, us of the kernel of few rows | of weights written out: 688 | 816 with 128 rows of one,
-            # 1000 | 933 with 192
+            # 32 of 5760 x 2880: 688 us and 816 written out with 128 rows an expert, 1000 and 933 with 192
             Use("dequantise_grouped_mxfp4+grouped_mm", least_rows=176),
             Use("grouped_mxfp4_gemm"),
-            Use("dequantise_grouped_mxfp4+grouped_mm"),
+            Use("dequantise_grouped_mxfp4+grouped_mm"),  # if a library of the kernel of few rows cannot be built
         ),
         ("grouped_w4a16", PLAIN_ROWS): (
             # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160

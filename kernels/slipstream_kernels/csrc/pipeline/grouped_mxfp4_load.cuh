@@ -79,7 +79,7 @@ struct Mxfp4Rows {
     if constexpr (SHAPE::kTeamWarps == 1) {
       __syncwarp();
     } else {
-      // Of constant names: a CTA with others has all 16 of an SM's 64, and no more than four run at once.
+      // Barriers are numbered by constants: with a number in a register a CTA reserves all 16, and an SM has 64, for four CTAs.
 #pragma unroll
       for (int i = 0; i < SHAPE::kTeams; ++i) {
         if (i == team) sync_threads(1 + i, SHAPE::kTeamThreads);

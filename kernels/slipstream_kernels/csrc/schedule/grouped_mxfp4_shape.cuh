@@ -17,7 +17,8 @@ struct GroupedMxfp4Shape {
   static constexpr int kColumns = COLUMNS, kTileRows = 8 * COLUMNS;   // a column: 8 rows of a tile of tokens
   static constexpr int kTeamWarps = TEAM_WARPS, kTeamThreads = 32 * TEAM_WARPS, kTeams = TEAMS;
   static constexpr int kWarps = TEAMS * TEAM_WARPS, kThreads = 32 * kWarps;
-  static constexpr int kCtas = (COLUMNS == 1 ? 32 : 20) / kWarps;   // of an SM, at once
+  // Of an SM, for which registers are left; shared memory may hold fewer: kTotalBytes and 1 KB each of 228 KB.
+  static constexpr int kCtas = (COLUMNS == 1 ? 32 : 20) / kWarps;
 
   using Unit = GroupedMxfp4Unit;
   static constexpr int kTiles = Unit::kFeatures / 16, kFeatures = Unit::kFeatures * TEAM_WARPS;
