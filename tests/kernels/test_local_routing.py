@@ -9,6 +9,7 @@ from slipstream_kernels.gemm.linear_weight import plain_weight
 from slipstream_kernels.moe import grouped_linear
 from slipstream_kernels.moe.choose import variant_of
 from slipstream_kernels.moe.product import Product
+from slipstream_kernels.moe.triton.grouped_mm import tile_of
 
 
 def test_the_sum_over_ranks_is_the_whole() -> None:
@@ -59,3 +60,10 @@ def test_kernels_are_chosen_by_the_rows_of_a_rank(monkeypatch: pytest.MonkeyPatc
     assert whole.sizes == (64, 128, 16)
     assert routing.sizes == (64, 32, 4) and routing.num_rows == 128
     assert ops.local_routing(ops.route_experts(torch.randn(1, 16), 2), slice(0, 4)).sizes == (1, 1, 4)
+
+
+def test_tiles_hold_the_rows_of_a_rank() -> None:
+    """A rank's average expert has as many rows as that of all ranks."""
+    whole, x = ops.route_experts(torch.randn(64, 16), 4), torch.empty(64, 8, dtype=torch.bfloat16)
+    routing = ops.local_routing(whole, slice(4, 8))
+    assert tile_of(routing, x, False) == tile_of(whole, x, False)

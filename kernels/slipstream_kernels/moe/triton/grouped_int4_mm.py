@@ -83,7 +83,7 @@ def grouped_int4_mm(
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=rows.device)
     if not routing.num_rows:
         return silu_mul(out) if gated else out
-    average = triton.next_power_of_2(triton.cdiv(routing.num_rows, num_experts))
+    average = triton.next_power_of_2(triton.cdiv(routing.sizes[1], num_experts))
     block_m = min(max(average, MIN_ROWS), MAX_ROWS)
     num_tiles = routing.max_tiles(block_m)
     _grouped_int4_mm_kernel[(num_tiles * triton.cdiv(out_features, BLOCK_N),)](

@@ -241,8 +241,9 @@ def tile_of(routing: Routing, rows: torch.Tensor, is_blockwise: bool) -> Tile:
     Tokens choose by chance, so many experts have more rows than the average one: a tile of up to 64 rows has room for
     half as many again, or those experts' weights are read twice (5 to 10 % of a product of 12 to 32 rows an expert).
     """
-    average = triton.next_power_of_2(triton.cdiv(routing.num_rows, routing.num_experts))
+    _, num_rows, num_experts = routing.sizes
+    average = triton.next_power_of_2(triton.cdiv(num_rows, num_experts))
     if is_blockwise and average > 64:
         return BLOCKWISE_TILE
-    roomy = triton.next_power_of_2(triton.cdiv(routing.num_rows * 3, routing.num_experts * 2))
+    roomy = triton.next_power_of_2(triton.cdiv(num_rows * 3, num_experts * 2))
     return TILES[min(max(average, min(roomy, 64), 16), 128), rows.element_size()]
