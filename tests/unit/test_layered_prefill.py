@@ -159,6 +159,22 @@ def test_what_is_underway_goes_on_first() -> None:
     assert (step.layered.first_layer, step.layered.end_layer) == (2, NUM_LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("num_decodes", "num_left", "is_quiet"),
+    [(0, 4096, False), (3, 0, False), (3, 4096, True)],
+    ids=["no decodes wait for it", "decodes take all tokens", "decodes are to be measured alone"],
+)
+def test_what_is_underway_takes_no_layers(num_decodes: int, num_left: int, is_quiet: bool) -> None:
+    budget, request = paced(0.01), behind(9000)
+    begin(budget)
+    assert budget.take_layers(request, 1000, 4096)
+    if is_quiet:
+        budget._pace.forget_quiet()
+    step = begin(budget, num_decodes)
+    assert not budget.take_layers(request, 1000, num_left) and step.layered is None
+    assert budget.take(9000, 1000, num_left) == (0 if num_decodes else 1000)
+
+
 def test_a_chunk_is_no_longer_than_what_is_left_of_the_step() -> None:
     budget = budget_of(40.0)
     step = begin(budget)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from statistics import median
 
 import pytest
 from fake_llm import FakeLLM, make_llm, make_request
+from slipstream.core.adapters import Adapter
 from slipstream.core.config import SchedulerConfig
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import AUTO_RATIO, AUTO_STEP_SECONDS, MIN_CHUNK, PrefillBudget, StepPace
@@ -241,6 +243,23 @@ def test_a_short_first_prompt_does_not_bound_the_later_ones() -> None:
     assert [load.step(0.006)[0] for _ in range(40)][-1] == 1200
 
 
+def test_short_prompts_alone_are_bounded_too() -> None:
+    """A server may have no others: what a few of their tokens take counts until more have been measured."""
+    pace = StepPace()
+    for _ in range(20):
+        pace.note(0, has_decodes=True, seconds=0.006)
+        pace.note(MIN_CHUNK - 1, has_decodes=True, seconds=0.1)
+    assert pace.most_tokens(0) < MIN_CHUNK
+
+
+def test_a_ratio_holds_from_the_first_step_of_decodes_alone_on() -> None:
+    pace = StepPace(max_ratio=1.5)
+    pace.note(1000, has_decodes=True, seconds=0.025)
+    assert pace.most_tokens(0) == pytest.approx(1000), "the automatic bound"
+    pace.note(0, has_decodes=True, seconds=0.01)
+    assert pace.most_tokens(0) == pytest.approx(1000 * 0.005 / 0.025), "15 ms, of which 10 are the decodes'"
+
+
 def test_decodes_that_became_shorter_are_noticed_beside_prompts() -> None:
     """A step in 64 is without prompts, and measures them."""
     pace = StepPace()
@@ -316,8 +335,26 @@ def test_decodes_that_become_fewer_are_measured_at_once() -> None:
     device.quiet_s, found = 0.008, []
     while len(found) < 30:
         found.append(device.step(2, 1000, 30_000))
-    assert found[0][0] == 0, "one of decodes alone"
+    assert found[0][0] == 0 and found[1][0] > 0, "one of decodes alone"
     assert max(seconds for _, seconds in found[3:]) < 1.7 * 0.008
+
+
+def test_decodes_that_become_fewer_one_by_one_are_measured_too() -> None:
+    """Steps with prompts do not move what their number is compared with."""
+    device = warmed(StepPace())
+    computes = {num_decodes: device.step(num_decodes, 0, 3000)[0] > 0 for num_decodes in (8, 7, 6, 5, 4)}
+    assert computes == {8: True, 7: True, 6: True, 5: False, 4: True}
+
+
+def test_a_step_that_is_done_holds_nothing() -> None:
+    """Adapters that clients send count against a limit for as long as somebody has them."""
+    budget, step = PrefillBudget(600), step_of(1)
+    step.requests[0].adapter = Adapter("sent", 1, {})
+    held = weakref.ref(step.requests[0].adapter)
+    budget.begin_step(step)
+    budget.note_done(step)
+    del step
+    assert held() is None
 
 
 def test_the_scheduler_measures_its_steps() -> None:
@@ -344,5 +381,9 @@ def test_a_bound_that_is_set_holds_on_a_cpu_too() -> None:
     is_paced = [PrefillBudget.of(SchedulerConfig(max_mixed_step_ms=ms))._pace is not None for ms in (0, 30)]
     is_paced.append(PrefillBudget.of(SchedulerConfig(max_mixed_step_ratio=1.5))._pace is not None)
     assert is_paced == [False, True, True]
+    pace = PrefillBudget.of(SchedulerConfig(max_mixed_step_ms=30))._pace
+    assert pace is not None
+    pace.note(1000, has_decodes=True, seconds=0.06)
+    assert pace.most_tokens(0) == pytest.approx(500)
     whole = SchedulerConfig(max_mixed_step_ms=30, enable_chunked_prefill=False)
     assert PrefillBudget.of(whole)._pace is None
