@@ -94,7 +94,9 @@ class Link:
 
     def has_data(self, timeout_s: float | None) -> bool:
         """Whether something comes, or the end of the connection. Raises OSError or ValueError if it is closed."""
-        return bool(select.select([self._connection], [], [], timeout_s)[0])
+        waiting = select.poll()  # select.select takes no descriptor above 1023
+        waiting.register(self._connection, select.POLLIN)
+        return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def shut_down(self) -> None:
         """End the connection for threads of both ends that wait for it. Any thread."""
