@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import resource
@@ -114,6 +115,23 @@ def test_a_stranger_learns_nothing(
         while part := stranger.recv(4096):
             received += part
     assert len(received) == 19 + 32 and reason in waits._refused
+
+
+def test_an_engine_short_of_descriptors_still_waits_for_ranks(
+    listener: tuple[Listener, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, address = listener
+    accepting, failures = waits._socket, iter([OSError(errno.EMFILE, "Too many open files")] * 2)
+
+    class Short:
+        def accept(self) -> object:
+            if (failure := next(failures, None)) is not None:
+                raise failure
+            return accepting.accept()
+
+    monkeypatch.setattr(waits, "_socket", Short())
+    wait_until(lambda: "Too many open files" in waits._refused, "the reason for which no rank comes")
+    assert reply_of(connect(address, SECRET, hello())) == ""
 
 
 def test_strangers_are_few_and_short(

@@ -163,7 +163,7 @@ class Listener:
         self._links: dict[tuple[int, str, str], Link] = {}  # by rank, process and kind
         self._joined: dict[int, Joined] = {}
         self._is_closed = False
-        self._refused_at, self._refused = 0.0, ""  # when that was logged last, and why the last one was refused
+        self._refused_at, self._refused = 0.0, ""  # when that was logged last, and why no rank came last
         self._thread = threading.Thread(target=self._accept, name="nodes", daemon=True)
         self._thread.start()
 
@@ -202,8 +202,10 @@ class Listener:
                 connection, address = self._socket.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
+            except OSError as error:  # such as too many open files
+                self._note(f"no connection can be accepted: {error}")
+                time.sleep(_ACCEPT_PERIOD_S)
+                continue
             if not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
@@ -229,11 +231,14 @@ class Listener:
             self._strangers.release()
 
     def _refuse(self, address: Any, reason: str) -> None:
-        """Log it once in a while: strangers may come often."""
-        self._refused = f"the last connection, of {address[0]}, was refused: {reason}"
+        self._note(f"the last connection, of {address[0]}, was refused: {reason}")
+
+    def _note(self, reason: str) -> None:
+        """Why no rank has come. Logged once in a while: strangers may come often."""
+        self._refused = reason
         if time.monotonic() > self._refused_at + HANDSHAKE_TIMEOUT_S:
             self._refused_at = time.monotonic()
-            logger.warning("a connection of %s to rank_address is refused: %s", address[0], reason)
+            logger.warning("rank_address=%s: %s", self._config.rank_address, reason)
 
     def _refusal(self, said: dict[str, Any]) -> str:
         """Why the rank cannot join, or ""."""
