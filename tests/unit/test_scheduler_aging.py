@@ -114,9 +114,10 @@ def test_a_level_is_worth_its_seconds(pause: float, is_overtaken: bool) -> None:
     assert llm.started[1:] == ([urgent, low] if is_overtaken else [low, urgent])
 
 
-def test_what_goes_on_for_a_request_has_its_place() -> None:
+@pytest.mark.parametrize("aging_s", [5.0, 0.0])
+def test_what_goes_on_for_a_request_has_its_place(aging_s: float) -> None:
     """A beam search is a request after another: neither does it overtake who came before it, nor is it overtaken."""
-    llm = ClockedLLM(make_llm(max_num_seqs=1))
+    llm = ClockedLLM(make_llm(max_num_seqs=1, priority_aging_s=aging_s))
     requests = running, early, last, late = [distinct(2, 0) for _ in range(4)]
     for llm.now, request in zip((5.0, 6.0, 10.0, 12.0), requests):
         llm.add(request)

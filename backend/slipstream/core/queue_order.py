@@ -14,7 +14,7 @@ from slipstream.core.request import Request
 MAX_AGED_LEVELS = 100  # priorities are clamped to -100..100, which bounds every wait
 _MIN_COMPACTED = 64
 
-SortKey = tuple[float, int]
+SortKey = tuple[float, ...]
 
 
 def sort_key(priority: int, number: int, now: float, aging_s: float) -> SortKey:
@@ -26,6 +26,11 @@ def sort_key(priority: int, number: int, now: float, aging_s: float) -> SortKey:
         return priority, number
     level = min(max(priority, -MAX_AGED_LEVELS), MAX_AGED_LEVELS)
     return now + level * aging_s, number
+
+
+def next_key(last: SortKey, number: int) -> SortKey:
+    """The key of what goes on where a request with key `last` has ended: before all that came after that."""
+    return *last[:2], number
 
 
 def expiry_of(request: Request) -> float:

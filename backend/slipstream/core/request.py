@@ -106,7 +106,7 @@ class Request:
     num_new_blocks: int = 0  # allocated over the request's life
     num_reused_blocks: int = 0
     cumulative_logprob: float = 0.0
-    sort_key: tuple[float, int] = (0.0, 0)  # the scheduler's order, core/queue_order.py
+    sort_key: tuple[float, ...] = (0.0, 0)  # the scheduler's order, core/queue_order.py
     queue_deadline: float | None = None  # time.monotonic() by which its first step must be scheduled
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
     grammar_state: Any = None  # owned by engine/grammar_host.py

@@ -27,7 +27,7 @@ from slipstream.core.latencies import note_end, note_lengths, note_start, note_t
 from slipstream.core.outputs import StepOutput, StepOutputs
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.prefix import Prefix
-from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
+from slipstream.core.queue_order import ExpiryQueue, SortKey, next_key, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
 from slipstream.core.stats import Metric, Stats
@@ -125,7 +125,7 @@ class Scheduler:
         """Queue what goes on where `last` has ended, in its place, however many wait."""
         request.stop_conditions = StopConditions(request, self.max_model_len)
         self._num_added += 1
-        request.sort_key = (last.sort_key[0], self._num_added)
+        request.sort_key = next_key(last.sort_key, self._num_added)
         self.expiries.add(request)
         insort(self._waiting, request, key=_sort_key)
 
