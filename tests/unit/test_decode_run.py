@@ -119,6 +119,18 @@ def test_a_step_of_a_run_looks_at_no_request(monkeypatch: pytest.MonkeyPatch) ->
     assert all(_are_runs(llm, 10))
 
 
+def test_what_ended_requests_stop_at_is_looked_for_no_more() -> None:
+    """Clients choose their stop tokens: a run that lasts for days must not gather them."""
+    llm = _ahead()
+    first, second, _ = _add(llm, *(_request(3 + index, 40, stop_token_ids=(2000 + index,)) for index in range(3)))
+    _are_runs(llm, 5)
+    for request, left in ((second, {2000, 2002}), (first, {2002})):
+        llm.scheduler.finish(request, FinishReason.CANCELLED)
+        assert all(_are_runs(llm, 2))
+        run = llm.steps[-1].run
+        assert run is not None and run.stop_ids == left and len(run.run._stop_sets) == len(left)
+
+
 # ---- it is the same
 
 

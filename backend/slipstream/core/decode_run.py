@@ -200,7 +200,6 @@ class DecodeRun:
         size = self._cache.block_size
         for request in requests:
             if _is_at_length(request):
-                self._at_length.append(request)
                 continue
             index = bisect_left(self._requests, request.sort_key, key=_sort_key)
             self._requests.insert(index, request)
