@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_driver import make_engine
 from slipstream import LLM, SamplingParams
+from slipstream.core import prefix
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import RequestError
-from slipstream.core.outputs import StepOutput
+from slipstream.core.outputs import StepOutput, TokenLogprobs
+from slipstream.core.prefix import hash_block
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.stats import Metric
+from slipstream.engine import beam_search
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import Completion
 from slipstream.worker.interface import StepInput
@@ -160,6 +164,50 @@ def test_a_search_counts_as_its_sequences_and_leaves_nothing_behind(tiny_llama: 
     assert (seen[Metric.E2E_TIME], seen[Metric.QUEUE_TIME], seen[Metric.TTFT], seen[Metric.ITL]) == (4, 1, 1, 0)
     assert engine.scheduler.cache.num_free_blocks == num_free
     assert all(output.request.times.last_token_ns >= output.request.times.arrival_ns > 0 for output in outputs)
+
+
+def test_a_search_of_a_known_prompt_says_what_was_cached(engine: Engine) -> None:
+    """Of the prompt, that is, before the first token: its later steps find nearly all of theirs."""
+    prompt = [(11 * place) % 400 + 3 for place in range(50)]
+    for num_cached in (0, 48):
+        engine.submit(Request(list(prompt), BEAMS))
+        assert [output.request.num_cached_tokens for output in run(engine)] == [num_cached] * 4
+
+
+def test_a_step_does_not_hash_the_prompt_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the tokens that its beam has: a step of ten beams behind a long prompt would hold up all others."""
+    hashed: list[Sequence[int]] = []
+
+    def note(parent: bytes, token_ids: Sequence[int]) -> bytes:
+        hashed.append(token_ids)
+        return hash_block(parent, token_ids)
+
+    monkeypatch.setattr(prefix, "hash_block", note)
+    engine.submit(Request([(13 * place) % 400 + 3 for place in range(400)], BEAMS))
+    assert len(run(engine)) == 4 and 400 // 8 <= len(hashed) <= 400 // 8 + 2 * BEAMS.beam_width
+
+
+def test_a_search_looks_no_further_than_it_needs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever alternatives the client wants to see: with the whole vocabulary ten beams took seconds a token."""
+    counts: Counter[int] = Counter()
+    found: dict[int, list[StepOutput]] = {}
+    for asked in (0, engine.spec.vocab_size):
+
+        def count(*values: Any, asked: int = asked) -> TokenLogprobs:
+            counts[asked] += 1
+            return TokenLogprobs(*values)
+
+        monkeypatch.setattr(beam_search, "TokenLogprobs", count)
+        engine.submit(Request([7, 9, 11, 13], replace(BEAMS, logprobs=asked)))
+        found[asked] = run(engine)
+    few, every = found.values()
+    assert len(set(counts.values())) == 1, counts
+    assert [output.new_token_ids for output in few] == [output.new_token_ids for output in every]
+    for seen, entry in (
+        (a, b) for one, other in zip(few, every) for a, b in zip(one.logprobs or [], other.logprobs or [])
+    ):
+        assert (seen.rank, seen.top, len(entry.top)) == (entry.rank, [], engine.spec.vocab_size)
+        assert entry.top[entry.rank - 1] == (entry.token_id, entry.logprob)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 6])

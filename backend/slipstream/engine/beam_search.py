@@ -122,9 +122,9 @@ class BeamSearches:
         beam = next(beam for beam in search.beams if beam.step is step)
         if not beam.token_ids:
             search.num_cached_tokens = step.num_cached_tokens
-        entry = output.logprobs[0]
-        for token_id, logprob in entry.top:
-            search.successors.append((beam.sum + logprob, beam, TokenLogprobs(token_id, logprob, 0, entry.top)))
+        top = output.logprobs[0].top  # perhaps the whole vocabulary, which the client has asked for
+        for rank, (token_id, logprob) in enumerate(top[: search.num_successors], 1):
+            search.successors.append((beam.sum + logprob, beam, TokenLogprobs(token_id, logprob, rank, top)))
         search.num_missing -= 1
         return [] if search.num_missing else self._decide(search)
 
@@ -240,11 +240,7 @@ def _by_score(result: _Result) -> float:
 
 def _shown(request: Request, entry: TokenLogprobs) -> TokenLogprobs:
     """What the client sees of a token: its alternatives as far as asked for, and its rank among those reported."""
-    asked = request.params.logprobs
-    if asked is None:
-        return TokenLogprobs(entry.token_id, entry.logprob, 1)
-    rank = 1 + [token_id for token_id, _ in entry.top].index(entry.token_id)
-    return TokenLogprobs(entry.token_id, entry.logprob, rank, entry.top[:asked])
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[: request.params.logprobs or 0])
 
 
 def _final(search: BeamSearch, index: int, result: _Result) -> StepOutput:
