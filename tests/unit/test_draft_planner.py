@@ -10,9 +10,18 @@ from typing import cast
 
 import pytest
 from simulated_server import SimulatedServer
+from slipstream.core.finish import StopConditions
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, _Load, update_after_verify
+from slipstream.core.speculation import (
+    DraftGains,
+    DraftPlanner,
+    MeasuredStep,
+    Speculation,
+    _Load,
+    truncate_drafts,
+    update_after_verify,
+)
 from slipstream.core.stats import Stats, accepted_metric, drafted_metric
 from slipstream.core.step_costs import StepCosts, Surplus
 from slipstream.worker.spec_decode.medusa import default_choices
@@ -301,6 +310,49 @@ def test_steps_in_which_ngrams_find_nothing_count_against_them(empty_share: floa
             planner.observe("ngram", 5, [0, 1, 2, 3])
             planner.measure(MeasuredStep(1, 6, 1.28e-3, 4.0, "ngram"))
     assert num_drafting == 1000 if pays else num_drafting < 100
+
+
+def test_a_number_of_drafts_changes_for_a_gain_and_what_is_given_up_comes_back_later() -> None:
+    """A change discards the verification that was launched ahead: 2 % more is within what steps differ by."""
+    planner = DraftPlanner(is_adaptive=True, costs=StepCosts((), (), {}))
+    request = cast(Request, SimpleNamespace(speculation=Speculation("medusa", 7, "exact")))
+    found, rates = [], dict[int, float]()
+    planner.promises = lambda method, most: dict(rates)  # type: ignore[method-assign]
+    for plain, three, seven in (
+        (100, 150, 151),
+        (100, 154, 151),
+        (100, 156, 151),
+        (155, 156, 151),
+        (157, 156, 151),
+    ) * 2:
+        rates.update({0: plain, 3: three, 7: seven})
+        for _ in range(16):  # decisions are made once in so many steps
+            planner.begin_step(4)
+            chosen = planner.num_drafts(request)
+        found.append(chosen)
+    assert found == [7, 7, 3, 3, 0] * 2 and planner._load(4).backoff == 2
+
+
+def test_more_requests_than_were_measured_at_start_are_served_plainly() -> None:
+    costs = StepCosts(plain=((2, 4e-3),), verified=((8, 2, 4, 5e-3),), drafting={"mtp": ((2, 1e-3),)})
+    planner = DraftPlanner(is_adaptive=True, costs=costs)
+    request = cast(Request, SimpleNamespace(speculation=Speculation("mtp", 3, "exact")))
+    for num_running, expected in ((2, 3), (3, 0), (2, 3)):
+        planner.begin_step(num_running)
+        assert planner.num_drafts(request) == expected
+        for method in ("", "mtp"):
+            planner.measure(MeasuredStep(num_running, num_running, 5e-3, 1.0, method))
+
+
+@pytest.mark.parametrize("parents", [[], [-1, -1, 0]])
+@pytest.mark.parametrize(("most", "expected"), [(5, 3), (2, 2), (1, 1), (0, 0), (-2, 0)])
+def test_no_more_drafts_are_verified_than_have_room(parents: list[int], most: int, expected: int) -> None:
+    for num_left, by_length in ((100, expected), (2, min(1, expected)), (1, 0)):
+        request = Request([1, 2, 3], SamplingParams(max_tokens=num_left))
+        request.stop_conditions = StopConditions(request, 1000)
+        request.draft_token_ids, request.draft_parents = [4, 5, 6], list(parents)
+        assert truncate_drafts(request, most) == by_length
+        assert request.draft_token_ids == [4, 5, 6][:by_length] and request.draft_parents == parents[:by_length]
 
 
 def test_drafts_stop_where_one_would_be_left_and_begin_again_at_three() -> None:

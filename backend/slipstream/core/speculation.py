@@ -325,7 +325,5 @@ def truncate_drafts(request: Request, max_drafts: int) -> int:
     Returns the number of drafts left. Parents precede their children, so a truncated tree is a tree.
     """
     max_drafts = max(0, min(max_drafts, request.stop_conditions.max_len - request.num_tokens - 1))
-    if max_drafts == 0:
-        request.drop_drafts()
     del request.draft_token_ids[max_drafts:], request.draft_parents[max_drafts:]
     return len(request.draft_token_ids)
