@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from fake_llm import continuation, make_llm, make_request
+from fake_llm import FakeLLM, continuation, make_llm, make_request
+from slipstream.core.block_pool import BlockPool
+from slipstream.core.config import SchedulerConfig
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.kv_events import BlockStored, KVEvent
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups, group_layers
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.window_blocks import WindowBlocks, group_hash
 
 SIZE = 64
 GPT_OSS = [128, None] * 12
@@ -92,3 +100,35 @@ def test_without_preemption_a_request_may_take_the_whole_pool(groups: KVGroups) 
     assert llm.scheduler.num_running == 1
     llm.run()
     assert [request.num_output_tokens for request in requests] == [30, 30]
+
+
+@pytest.mark.parametrize("groups", [KVGroups(1, 1, 0, 8), KVGroups(1, 1, 3, 8), KVGroups(2, 2, 8, 8)], ids=str)
+def test_a_prefix_is_found_as_far_as_its_last_window_is_whole(groups: KVGroups) -> None:
+    """Whichever blocks were evicted, of all windowed groups or of one. A step would read what is in a wrong block."""
+    hashes, numbers = [bytes((index,)) for index in range(6)], range(groups.num_full, groups.num_groups)
+    for num_known in itertools.product({0, 1, len(numbers)}, repeat=len(hashes)):
+        pool = BlockPool(12)
+        rows = [tuple(pool.allocate(count) or ()) for count in num_known]
+        for row, block_hash in zip(rows, hashes):
+            for block, group in zip(row, numbers):
+                pool.publish(block, group_hash(block_hash, group))
+        firsts = [groups.first_kept_block(4 * end, 4) for end in range(len(hashes) + 1)]
+        end = max(end for end, first in enumerate(firsts) if min(num_known[first:end], default=9) >= len(numbers))
+        expected = [()] * firsts[end] + rows[firsts[end] : end]
+        assert WindowBlocks(pool, groups, 4).find(hashes) == expected, num_known
+
+
+def test_routers_hear_what_groups_keep_and_give_up() -> None:
+    """A block is known by its first group's. One that is gone under another name would be believed in for ever."""
+    believed: set[bytes] = set()
+
+    class Router:
+        def add(self, event: KVEvent) -> None:
+            (believed.add if isinstance(event, BlockStored) else believed.discard)(event.block_hash)  # type: ignore[union-attr]
+
+    cache = KVCacheManager(40, 4, groups=KVGroups(1, 1, 3, 8), events=Router())
+    llm = FakeLLM(Scheduler(SchedulerConfig(max_num_batched_tokens=8), cache, 100))
+    for first in range(1, 12):
+        llm.scheduler.add(make_request([first] * 30, 4))
+        llm.run()
+    assert 0 < len(believed) < 11 * 7 and all(cache.pool.find(block_hash) is not None for block_hash in believed)
