@@ -1,0 +1,199 @@
+"""engine/in_flight.py: which launched step is the scheduled one, and whose the numbers of a result are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from slipstream.core.errors import EngineError, RankLostError
+from slipstream.core.host_cache import BlockCopies
+from slipstream.core.layered_prefill import LayeredChunk
+from slipstream.core.outputs import StepOutput, StepOutputs, TokenLogprobs
+from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.engine.in_flight import (
+    AheadStep,
+    InFlightStep,
+    add_logprobs,
+    end_all,
+    failures_of,
+    sampled_step,
+)
+from slipstream.worker.interface import ProcessorReport, StepResult
+
+
+def _requests(count: int) -> list[Request]:
+    found = [Request([1, 2, 3], SamplingParams()) for _ in range(count)]
+    for request in found:
+        request.num_slots = 16
+    return found
+
+
+def _rows(requests: list[Request], num_computed: int = 3, num_drafts: int = 2) -> list[ScheduledRequest]:
+    return [ScheduledRequest(request, num_computed, 1 + num_drafts, True, num_drafts) for request in requests]
+
+
+def _ahead(requests: list[Request]) -> AheadStep:
+    return AheadStep.of(InFlightStep(7, ScheduledStep.of(_rows(requests)), ("mtp",)))
+
+
+# ---- what was launched ahead
+
+
+def test_a_step_of_the_same_requests_is_the_launched_one_with_those_that_are_left() -> None:
+    requests = _requests(3)
+    ahead = _ahead(requests)
+    for left, indices in (([0, 1, 2], None), ([0, 2], [0, 2]), ([1], [1])):
+        step = ScheduledStep.of(_rows([requests[place] for place in left], num_computed=13))
+        found = ahead.match(step)
+        assert found is not None and found.step is step and found.indices == indices
+        assert (found.step_id, found.draft_methods) == (7, ("mtp",))
+
+
+def _preempt(requests: list[Request], step: ScheduledStep) -> None:
+    requests[1].note_preempted()  # and it runs again, in other blocks
+
+
+def _preempt_another(requests: list[Request], step: ScheduledStep) -> None:
+    step.preempted.append(Request([1], SamplingParams()))
+
+
+def _copy_blocks(requests: list[Request], step: ScheduledStep) -> None:
+    step.copies = BlockCopies(loads=[(1, 2)])
+
+
+def _compute_layers(requests: list[Request], step: ScheduledStep) -> None:
+    step.layered = LayeredChunk(requests[0], 0, 1, 0, 1)
+
+
+def _draft_less(requests: list[Request], step: ScheduledStep) -> None:
+    step.num_drafts[1], step.num_scheduled_tokens[1] = 1, 2
+
+
+def _compute_a_prompt(requests: list[Request], step: ScheduledStep) -> None:
+    step.num_scheduled_tokens[1] += 1
+
+
+def _need_another_block(requests: list[Request], step: ScheduledStep) -> None:
+    requests[1].num_slots += 16  # after the launch, which does not know it
+    step.num_computed_tokens[1] = 14
+
+
+def _let_one_join(requests: list[Request], step: ScheduledStep) -> None:
+    (other,) = _requests(1)
+    step.add(other, 3, 3, True, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _preempt,
+        _preempt_another,
+        _copy_blocks,
+        _compute_layers,
+        _draft_less,
+        _compute_a_prompt,
+        _need_another_block,
+        _let_one_join,
+    ],
+)
+def test_any_other_step_is_launched_anew(change: Callable[[list[Request], ScheduledStep], None]) -> None:
+    requests = _requests(2)
+    ahead, step = _ahead(requests), ScheduledStep.of(_rows(requests))
+    assert ahead.match(step) is not None
+    change(requests, step)
+    assert ahead.match(step) is None
+
+
+# ---- whose the tokens are
+
+
+def _logprobs(first: int, count: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(first + place, -float(place), 1) for place in range(count)]
+
+
+def test_tokens_go_to_the_requests_that_sample() -> None:
+    requests = _requests(3)
+    step = ScheduledStep.of([ScheduledRequest(request, 0, 3, request is not requests[1]) for request in requests])
+    assert sampled_step(InFlightStep(1, step), StepResult([8, 9])).token_ids == [[8], [], [9]]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("indices", [None, [0, 2, 3]])
+def test_accepted_drafts_go_to_their_own_requests(indices: list[int] | None, has_ended: bool) -> None:
+    """Rows of a request that has ended meanwhile are nobody's, be it in the step or left out of it."""
+    requests = _requests(3)
+    for place, request in enumerate(requests):
+        request.draft_token_ids = [10 * place + 1, 10 * place + 2]
+    if has_ended:
+        requests[1].status = RequestStatus.FINISHED
+    step = ScheduledStep.of(_rows(requests))
+    places = [0, 1, 2] if indices is None else indices
+    masks, drawn = [0b001] * 4, [99] * 12
+    for place, mask in zip(places, (0b011, 0b001, 0b111)):
+        masks[place], drawn[3 * place : 3 * place + 3] = mask, [100 * place + row for row in range(3)]
+    entries = {request.sequence_id: _logprobs(0, 3) for request in requests[:2]}
+    found = sampled_step(InFlightStep(1, step, indices=indices), StepResult(drawn, masks, entries))
+    tokens = [[1, 1], [100 * places[1]], [21, 22, 100 * places[2] + 2]]
+    rows = {0: [0, 1], 1: [0], 2: [0, 1, 2]}
+    ids = {requests[0].sequence_id: [0, 1], requests[1].sequence_id: [0]}
+    if has_ended:
+        tokens[1] = []
+        del rows[1], ids[requests[1].sequence_id]
+    assert found.token_ids == tokens and found.accepted_rows == rows
+    assert {known: [entry.token_id for entry in of_one] for known, of_one in found.logprobs.items()} == ids
+
+
+def test_a_verification_beside_prompts_and_plain_decodes() -> None:
+    plain, prompt, drafting = _requests(3)
+    drafting.draft_token_ids = [4]
+    rows = [(plain, True, 0), (prompt, False, 0), (drafting, True, 1)]
+    step = ScheduledStep.of([ScheduledRequest(one, 3, 1 + count, samples, count) for one, samples, count in rows])
+    found = sampled_step(InFlightStep(1, step), StepResult([50, 60, 61], [1, 0, 0b11]))
+    assert found.token_ids == [[50], [], [4, 61]] and found.accepted_rows == {2: [0, 1]}
+
+
+def test_log_probabilities_end_where_the_tokens_do() -> None:
+    """A stop has cut off what was drawn behind it."""
+    cut, whole, without = _requests(3)
+    step = ScheduledStep.of(_rows([cut, whole, without], num_drafts=0))
+    entries = {cut.sequence_id: _logprobs(0, 3), whole.sequence_id: _logprobs(5, 2)}
+    result = StepResult(
+        [], logprobs=entries, prompt_logprobs={whole.sequence_id: [None]}, context_logits={whole.sequence_id: [b"x"]}
+    )
+    sampled = replace(sampled_step(InFlightStep(1, step), StepResult([1, 2, 3])), logprobs=entries)
+    outputs = StepOutputs([StepOutput(cut, [0, 1]), StepOutput(whole, [5, 6]), StepOutput(without, [3])])
+    add_logprobs(outputs, sampled, result)
+    first, second, third = outputs
+    assert (first.logprobs, first.prompt_logprobs, first.context_logits) == (entries[cut.sequence_id][:2], None, None)
+    assert (second.logprobs, second.prompt_logprobs, second.context_logits) == (_logprobs(5, 2), [None], [b"x"])
+    assert third.logprobs is None and third.prompt_logprobs is None
+    assert [request.cumulative_logprob for request in (cut, whole, without)] == [-1.0, -1.0, 0.0]
+
+
+# ---- whose the failures are
+
+
+def test_who_fails_in_a_step_is_said_once() -> None:
+    by_grammar, by_processor, ended, _ = requests = _requests(4)
+    ended.status = RequestStatus.FINISHED
+    own = EngineError("a grammar")
+    step = InFlightStep(1, ScheduledStep.of(_rows(requests)), failures=[(by_grammar, own)])
+    assert failures_of(step, StepResult([])) == [(by_grammar, own)]
+    report = ProcessorReport(0.0, {by_processor.sequence_id: "a processor", ended.sequence_id: "late"})
+    first, (request, error), *others = failures_of(step, StepResult([], processors=report))
+    assert first == (by_grammar, own) and request is by_processor and str(error) == "a processor" and not others
+
+
+def test_a_death_answers_each_request_once_with_its_kind_of_error() -> None:
+    """Also those of a step that was launched twice; an answer of the same step stands, a part of one does not."""
+    ended, talking, silent = _requests(3)
+    outputs = StepOutputs([StepOutput(ended, [4], FinishReason.STOP), StepOutput(talking, [5])])
+    end_all([ended, talking, silent, talking], RankLostError("rank 1"), outputs)
+    assert outputs.ended() == [ended, talking, silent] and not ended.error
+    for output in list(outputs)[2:]:
+        assert (output.finish_reason, output.error, output.fault) == (FinishReason.ERROR, "rank 1", RankLostError)
+        request = output.request
+        assert request.is_finished and (request.finish_reason, request.error) == (FinishReason.ERROR, "rank 1")
