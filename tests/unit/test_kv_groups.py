@@ -89,17 +89,18 @@ def test_prompts_of_any_length_have_their_blocks_in_every_group(groups: KVGroups
         assert llm.scheduler.cache.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("num_prompt", [30, 58])
 @pytest.mark.parametrize("groups", [ONE_GROUP, KVGroups(1, 1, 3, 8), KVGroups(2, 1, 0, 8)], ids=str)
-def test_without_preemption_a_request_may_take_the_whole_pool(groups: KVGroups) -> None:
+def test_without_preemption_a_request_may_take_the_whole_pool(groups: KVGroups, num_prompt: int) -> None:
     sizes = {"num_blocks": groups.max_blocks(60, 4), "policy": "guaranteed_no_evict"}
     llm = make_llm(groups=groups, max_num_batched_tokens=8, **sizes)
-    requests = [make_request([first] * 30, 30) for first in range(2)]
+    requests = [make_request([first] * num_prompt, 60 - num_prompt) for first in range(2)]
     for request in requests:
         llm.scheduler.add(request)
     llm.step()
     assert llm.scheduler.num_running == 1
     llm.run()
-    assert [request.num_output_tokens for request in requests] == [30, 30]
+    assert [request.num_output_tokens for request in requests] == [60 - num_prompt] * 2
 
 
 @pytest.mark.parametrize("groups", [KVGroups(1, 1, 0, 8), KVGroups(1, 1, 3, 8), KVGroups(2, 2, 8, 8)], ids=str)
