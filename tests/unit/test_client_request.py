@@ -381,19 +381,19 @@ def test_the_rest_of_a_request_arrives() -> None:
 
 
 def test_what_one_response_gathers_is_bounded() -> None:
-    tight = replace(
-        CONFIG, model=ModelConfig(max_model_len=100), serving=ServingConfig(max_response_entries=500, stream_interval=4)
-    )
+    serving = ServingConfig(max_response_entries=500, stream_interval=4)
+    tight = replace(CONFIG, model=ModelConfig(max_model_len=100), serving=serving)
     num_prompt = len(TOKENIZER.encode("The quick brown"))
     for fields, terms in [
         ({"n": 6, "max_tokens": 2**31 - 1}, f"n=6 x {100 - num_prompt} tokens x (1 + logprobs=0) = "),
         ({"max_tokens": 50, "logprobs": 10}, "n=1 x 50 tokens x (1 + logprobs=10) = 550 entries"),
         ({"max_tokens": 4, "prompt_logprobs": 20, "n": 128}, f"{num_prompt} prompt tokens x (1 + prompt_logprobs=20)"),
+        ({"n": 6, "max_tokens": 90, "use_beam_search": True}, "n=6 x 90 tokens"),  # which answers at once, as it ends
     ]:
-        excluded = tensor("exclude_input_in_output", True)
-        parse(PROMPT, sampling(**fields), excluded, config=replace(tight, serving=ServingConfig()))
+        given = tensor("exclude_input_in_output", True), tensor("stream", "use_beam_search" in fields)
+        parse(PROMPT, sampling(**fields), *given, config=replace(tight, serving=ServingConfig()))
         with pytest.raises(RequestError, match=r"^max_tokens: one response .*max_response_entries=500") as refused:
-            parse(PROMPT, sampling(**fields), excluded, config=tight)
+            parse(PROMPT, sampling(**fields), *given, config=tight)
         assert terms in str(refused.value)
     parse(PROMPT, sampling(n=5, max_tokens=90, logprobs=20), tensor("stream", True), config=tight)
     with pytest.raises(RequestError, match="echoed tokens"):

@@ -97,7 +97,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         echo_text = text if text is not None else tokenizer.decode(token_ids, params.skip_special_tokens)
     stream_interval: int = settings.get("stream_interval", config.serving.stream_interval)
     _check_logprobs(settings, params, config)
-    _check_entries(params, len(token_ids), bool(echo_text), stream_interval if stream else 0, config, tokenizer)
+    num_together = stream_interval if stream and params.beam_width <= 1 else 0  # a beam search has its text at the end
+    _check_entries(params, len(token_ids), bool(echo_text), num_together, config, tokenizer)
     request = Request(
         token_ids,
         params,
@@ -164,7 +165,7 @@ def _check_entries(
             terms += f" + n={n} x {num_prompt} echoed tokens"
         if num_of_prompt:
             terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={prompt_logprobs})"
-        accepted = f"at most max_response_entries={limit}; ask for less, or stream"
+        accepted = f"at most max_response_entries={limit}; ask for less{'' if params.beam_width > 1 else ', or stream'}"
         raise RequestError("max_tokens", f"one response would hold {terms} = {total} entries, accepted: {accepted}")
 
 
