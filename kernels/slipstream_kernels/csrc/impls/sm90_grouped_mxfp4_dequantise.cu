@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(32 * kWarps) grouped_mxfp4_dequantise_kernel(c
   constexpr uint32_t kLift = 0x5F805F80u;   // 2^64: with it, scales of 2^-127 are factors that bf16 holds
   constexpr int kLiftedScale = 32;          // what is taken from the biased exponents of products of 2^-32
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-  const int units = (p.in_features + Unit::kInputs - 1) / Unit::kInputs;
+  const int units = Unit::count(p.in_features);
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int feature = static_cast<int>(unit % units) * Unit::kInputs + 8 * chunk;
   if (unit >= static_cast<int64_t>(p.out_features / Unit::kFeatures) * units || feature >= p.in_features) return;
@@ -45,8 +45,8 @@ SLIPSTREAM_API int slipstream_grouped_mxfp4_dequantise(const slipstream::Grouped
   using slipstream::GroupedMxfp4Unit;
   const slipstream::GroupedGemmParams& p = *params;
   if (p.out_features % GroupedMxfp4Unit::kFeatures != 0 || p.in_features % 32 != 0) return cudaErrorInvalidValue;
-  const int64_t units = static_cast<int64_t>(p.out_features / GroupedMxfp4Unit::kFeatures) *
-                        ((p.in_features + GroupedMxfp4Unit::kInputs - 1) / GroupedMxfp4Unit::kInputs);
+  const int64_t units =
+      static_cast<int64_t>(p.out_features / GroupedMxfp4Unit::kFeatures) * GroupedMxfp4Unit::count(p.in_features);
   const dim3 grid(static_cast<unsigned>((units + slipstream::kWarps - 1) / slipstream::kWarps));
   return slipstream::launch_kernel(p.is_dependent != 0, grid, 32 * slipstream::kWarps, 0,
                                    static_cast<cudaStream_t>(stream), slipstream::grouped_mxfp4_dequantise_kernel, p);

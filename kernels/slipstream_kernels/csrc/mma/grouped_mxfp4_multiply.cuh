@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiply_units(const GroupedGemmParams& p, const
   using Tile = GroupedMxfp4Tile<SHAPE>;
   const int warp = threadIdx.x / 32, team = warp / SHAPE::kTeamWarps;
   const bool has_features = first_feature < p.out_features;
-  const int units = (p.in_features + SHAPE::Unit::kInputs - 1) / SHAPE::Unit::kInputs;
+  const int units = SHAPE::Unit::count(p.in_features);
   const int begin = team * units / SHAPE::kTeams, end = (team + 1) * units / SHAPE::kTeams;
   const int64_t row = static_cast<int64_t>(tile.expert) * p.out_features + first_feature;
   const char* first = reinterpret_cast<const char*>(p.qweight) + (row / SHAPE::Unit::kFeatures * units + begin) * SHAPE::Unit::kBytes;

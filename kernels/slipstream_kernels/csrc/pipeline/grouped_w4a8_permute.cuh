@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "formats/numbers.cuh"
+#include "ptx/warp_scan.cuh"
 #include "schedule/grouped_w4a8_shape.cuh"
 
 namespace slipstream {
@@ -21,12 +22,7 @@ __device__ __forceinline__ void find_permuted_row(const GroupedGemmParams& p, in
     const bool exists = first + lane < p.num_experts;
     const int begin = exists ? __ldcg(p.offsets + first + lane) : 0, end = exists ? __ldcg(p.offsets + first + lane + 1) : 0;
     const int token_tiles = (end - begin + tile_rows - 1) / tile_rows;
-    int until = token_tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, until, distance);
-      if (lane >= distance) until += other;
-    }
+    const int until = inclusive_sum(token_tiles);
     if (begin <= row && row < end) {
       *found = {before + until - token_tiles + (row - begin) / tile_rows, (row - begin) % tile_rows};
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params/sample_params.h"
+#include "ptx/warp_scan.cuh"
 #include "sample/sample_race.cuh"
 #include "sample/sample_sums.cuh"
 
@@ -33,12 +34,7 @@ struct Candidates {
 // All threads: room for each one's `mine` items behind those of the others, in any order.
 __device__ __forceinline__ uint32_t take_places(uint32_t* counter, uint32_t mine) {
   const int lane = threadIdx.x % 32;
-  uint32_t up_to = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t before = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) up_to += before;
-  }
+  const uint32_t up_to = inclusive_sum(mine);
   uint32_t first = 0;
   if (lane == 31 && up_to > 0) first = atomicAdd(counter, up_to);
   return __shfl_sync(kAllLanes, first, 31) + up_to - mine;

@@ -9,6 +9,8 @@ namespace slipstream {
 struct GroupedMxfp4Unit {
   static constexpr int kFeatures = 32, kInputs = 64;
   static constexpr int kScaleOffset = 1024, kBytes = kScaleOffset + 64;
+
+  static __host__ __device__ int count(int in_features) { return (in_features + kInputs - 1) / kInputs; }
 };
 
 // A CTA: a tile of tokens of an expert by 32 output features for each warp of a team. Its teams divide the input features.

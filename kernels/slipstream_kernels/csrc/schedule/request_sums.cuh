@@ -1,6 +1,8 @@
 // Sums over the requests of a batch, read from their lengths on the device.
 #pragma once
 
+#include "ptx/warp_scan.cuh"
+
 namespace slipstream {
 
 // Fills ends[request] with cost(0) + .. + cost(request).  All THREADS of the CTA; ends with a barrier.
@@ -11,11 +13,7 @@ __device__ __forceinline__ void sum_over_requests(int num_requests, int* ends, i
   int before = 0;
   for (int first = 0; first < num_requests; first += THREADS) {
     const int request = first + threadIdx.x;
-    int sum = request < num_requests ? cost(request) : 0;
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, distance);
-      if (lane >= distance) sum += other;
-    }
+    int sum = inclusive_sum(request < num_requests ? cost(request) : 0);
     if (lane == 31) warp_sums[warp] = sum;
     __syncthreads();
     int total = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params/grouped_gemm_params.h"
+#include "ptx/warp_scan.cuh"
 
 namespace slipstream {
 
@@ -12,12 +13,7 @@ __device__ __forceinline__ int count_token_tiles(const GroupedGemmParams& p, int
   for (int first = 0; first < p.num_experts; first += 32) {
     const int expert = first + lane;
     const int rows = expert < p.num_experts ? __ldcg(p.offsets + expert + 1) - __ldcg(p.offsets + expert) : 0;
-    int until = (rows + tile_rows - 1) / tile_rows;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, until, distance);
-      if (lane >= distance) until += other;
-    }
+    const int until = inclusive_sum((rows + tile_rows - 1) / tile_rows);
     if (expert < p.num_experts) token_tile_ends[expert] = before + until;
     before += __shfl_sync(~0u, until, 31);
   }
@@ -37,12 +33,7 @@ __device__ __forceinline__ TokenTile find_token_tile(const GroupedGemmParams& p,
     const int begin = expert < p.num_experts ? __ldcg(p.offsets + expert) : 0;
     const int rows = expert < p.num_experts ? __ldcg(p.offsets + expert + 1) - begin : 0;
     const int tiles = (rows + tile_rows - 1) / tile_rows;
-    int until = tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, until, distance);
-      if (lane >= distance) until += other;
-    }
+    const int until = inclusive_sum(tiles);
     const int of_expert = token_tile - before - until + tiles;
     const unsigned owner = __ballot_sync(~0u, of_expert >= 0 && of_expert < tiles);
     if (owner != 0) {
