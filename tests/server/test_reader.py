@@ -101,23 +101,30 @@ def test_without_a_file_left_the_reader_is_busy(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(hand_over())
 
 
+class FakeProcess:
+    """Of a reader, which serves nothing. num_starts: of all of a class."""
+
+    pid, exitcode, num_starts = 1, 0, 0
+
+    def start(self) -> None:
+        type(self).num_starts += 1
+
+    def is_alive(self) -> bool:
+        return True
+
+    join = terminate = kill = lambda *_: None
+
+
 def test_a_reader_that_cannot_be_started_is_started_later() -> None:
     giving, taking = make_queue()
     has_started = threading.Event()
 
-    class Process:
-        pid, exitcode, num_starts = 1, 0, 0
-
+    class Process(FakeProcess):
         def start(self) -> None:
-            Process.num_starts += 1
+            super().start()
             if Process.num_starts == 1:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")  # no process is free
             has_started.set()
-
-        def is_alive(self) -> bool:
-            return True
-
-        join = terminate = kill = lambda *_: None
 
     with closing(giving), closing(taking):
         reader = Reader(taking, Process)  # type: ignore[arg-type]
@@ -131,17 +138,12 @@ def test_what_was_given_to_a_reader_that_died_is_served_at_the_end(monkeypatch: 
     giving, taking = make_queue()
     has_died = threading.Event()
 
-    class Process:
-        pid, exitcode, num_starts = 1, -9, 0
-
-        def start(self) -> None:
-            Process.num_starts += 1
+    class Process(FakeProcess):
+        exitcode = -9
 
         def is_alive(self) -> bool:
             has_died.set()
             return False
-
-        join = terminate = kill = lambda *_: None
 
     with closing(giving), closing(taking):
         reader = Reader(taking, Process)  # type: ignore[arg-type]
