@@ -131,7 +131,7 @@ def int4_linear_weight(
 ) -> LinearWeight:
     """A weight of 4 bits, canonical or repacked; experts one below the other.  fp8_rows: the input is quantised."""
     kind = WeightKind(
-        _format_of(weight, num_experts),
+        format_of(weight, num_experts),
         weight.out_features // max(num_experts, 1),
         weight.in_features,
         weight.packed.dtype,
@@ -167,7 +167,8 @@ def deterministic_weight(
     return LinearWeight(kind, values, scales, bias)
 
 
-def _format_of(weight: Int4Weight, num_experts: int) -> str:
+def format_of(weight: Int4Weight, num_experts: int = 0) -> str:
+    """The name of a 4-bit weight's order in memory, by which kernels are chosen; of experts, if there are any."""
     if not weight.is_repacked:
         return "mxfp4" if weight.is_e2m1 else "int4"
     if weight.is_e2m1:

@@ -7,7 +7,7 @@ import torch
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.int4_checks import check_int4, group_refusal, warn_of_canonical
-from slipstream_kernels.gemm.linear_weight import int4_linear_weight
+from slipstream_kernels.gemm.linear_weight import format_of, int4_linear_weight
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe import grouped_mxfp4_layout, grouped_w4a8_layout
 from slipstream_kernels.moe.grouped_linear import grouped_linear
@@ -49,7 +49,7 @@ def grouped_int4_mm(
         held = int4_linear_weight(weight, fp8_rows=fp8_rows, num_experts=routing.num_experts)
         return grouped_linear(x, held, routing, by_token=by_token, gated=gated)
     if weight.is_repacked and backend == "cuda":
-        module = load_module("cuda", f"moe.{_repacked_format(weight)}_gemm")
+        module = load_module("cuda", f"moe.{format_of(weight, routing.num_experts)}_gemm")
     elif weight.is_repacked or backend == "cuda":
         wanted = "a weight of repack_expert_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
@@ -82,9 +82,3 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     if weight.is_e2m1:
         return grouped_mxfp4_layout.repack_experts(weight, num_experts)
     return int4_layout.repack_experts(weight)
-
-
-def _repacked_format(weight: Int4Weight) -> str:
-    if weight.is_e2m1:
-        return "grouped_mxfp4"
-    return "grouped_w4a8" if weight.is_grouped_w4a8 else "grouped_w4a16"

@@ -39,9 +39,9 @@ class Variant(NamedTuple):
         return 32 * self.team_warps
 
 
-# us of 32 experts of 5760 x 2880 | 2880 x 2880, 4 of a token: 1 token 16.6 | 9.8 of the first, 17.0 | 14.7 of the next;
-# 32 tokens 75.9 | 43.4 and 79.5 | 45.5 of the third; 64 tokens 101.7 | 56.7 and 87.2 | 54.1 of the last.  64 tokens of
-# 128 such experts: 267 of the second, 243 of the third.
+# us of 32 experts of 5760 x 2880 | 2880 x 2880, 4 of a token: 1 token 16.6 | 9.8 (FEWEST), 17.0 | 14.7 (FEW); 32 tokens
+# 75.9 | 43.4 (FEW), 79.5 | 45.5 (FEW_OF_MANY); 64 tokens 101.7 | 56.7 (FEW), 87.2 | 54.1 (MORE).  64 tokens of 128
+# experts of 5760 x 2880: 267 (FEW), 243 (FEW_OF_MANY).
 FEWEST, FEW, FEW_OF_MANY, MORE = Variant(1, 1, 8), Variant(1, 4, 2), Variant(1, 4, 1), Variant(2, 4, 1)
 VARIANTS = (FEWEST, FEW, FEW_OF_MANY, MORE)
 FEWEST_ROWS, FEW_ROWS = 8, 8.0  # the most rows of all experts of FEWEST; the most likely_rows of one column
