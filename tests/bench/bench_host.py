@@ -3,9 +3,14 @@
     .venv/bin/python tests/bench/bench_host.py --batches 1,8,64,200
     .venv/bin/python tests/bench/bench_host.py --batches 200 --profile
     .venv/bin/python tests/bench/bench_host.py --changing --temperature 0.8
+    .venv/bin/python tests/bench/bench_host.py --batches 1,8,64 --drafts ngram
 
 --changing: requests of 1 to 128 tokens after prompts of 16 instead, each replaced when it ends, so that about a 64th of
 them join and leave in each step; the median of the rounds, prompts included.
+
+--drafts: of each request five drafts are verified and accepted in each step. ngram: looked up behind the step before,
+which is read first. head: made on the device, as MTP modules and EAGLE heads do, so that the next verification is
+launched before the step is read.
 
 The real scheduler, worker, batch and sampler run with overlapped scheduling, as on a GPU, and a step's arrays are
 written as a CUDA graph's inputs are; the model itself returns constants. Not in it: launches of kernels, copies to and
@@ -42,9 +47,20 @@ from slipstream.engine.engine import Engine  # noqa: E402
 from slipstream.nn.batch import ForwardBatch  # noqa: E402
 from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
+from slipstream.worker.launched_step import ComputedRows  # noqa: E402
+from slipstream.worker.spec_decode.draft_graphs import GraphedHead  # noqa: E402
+from slipstream.worker.spec_decode.interface import (  # noqa: E402
+    PROPOSERS,
+    DraftOutput,
+    DraftRequest,
+    SpeculatorContext,
+)
+from slipstream.worker.spec_decode.planning import DraftMemory, Planning  # noqa: E402
 from slipstream.worker.static_tensors import GraphInputs  # noqa: E402
+from slipstream_kernels import ops  # noqa: E402
 
 PROMPT, WIDTH, VOCABULARY, NUM_LOGITS = 1000, 64, 2048, 4
+NUM_DRAFTS = 5
 MAX_BATCH = 1000  # each request of `decode` has a token of its own
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": WIDTH,
@@ -67,10 +83,49 @@ class _NoGraphs(StepGraphs[GraphShape]):
         return self._graphs[shape][1]
 
 
-class HostBench:
-    """An engine whose model takes no time."""
+class _Head(GraphedHead):
+    """Drafts the token that the model says, in no time."""
 
-    def __init__(self, max_num_seqs: int, temperature: float = 0.0, **settings: object) -> None:
+    drafts_trees = False
+    num_drafts = num_levels = NUM_DRAFTS
+
+    def __init__(self, context: SpeculatorContext) -> None:
+        super().__init__()
+        self._tokens = torch.ones(context.config.scheduler.max_num_seqs, NUM_DRAFTS, dtype=torch.int64)
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        return DraftMemory()
+
+    def _draft(self, rows: ComputedRows) -> torch.Tensor:
+        return self._tokens[: len(rows.last)]
+
+    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
+        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
+
+    def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        return ops.DraftRows(tokens[:, :num_drafts])
+
+
+DRAFTERS = {"ngram": PROPOSERS.get("ngram"), "head": _Head}  # by the option's value
+
+
+def _accept_all(rows: ops.VerifiedRows, out: ops.AcceptedRows | None = None) -> ops.AcceptedRows:
+    """Instead of the kernel: every draft."""
+    assert out is not None
+    torch.sub(2 << rows.num_drafts.long(), 1, out=out.paths)
+    torch.sub(rows.query_start_loc[1:].long(), 1, out=out.last)
+    return out
+
+
+class HostBench:
+    """An engine whose model takes no time. drafts: of DRAFTERS, or none."""
+
+    def __init__(self, max_num_seqs: int, temperature: float = 0.0, drafts: str = "", **settings: object) -> None:
+        if drafts:  # instead of the method whose name it takes
+            PROPOSERS._entries["ngram"] = DRAFTERS[drafts]
+            settings = {"speculative_method": "ngram", "speculation_throttle": "off", **settings}
+            ops.accept_drafts, ops.update_step_inputs = _accept_all, _ignore
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
             values = {
@@ -83,9 +138,15 @@ class HostBench:
         runner: Any = self.engine.worker.runner  # type: ignore[attr-defined]
         model = runner.model
         sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
-        logits = torch.zeros(sizes[-1], NUM_LOGITS)
+        shapes = graph_shapes(sizes)
+        if drafts:
+            shapes = [shape for shape in shapes if shape.max_query_len == 1]
+            shapes += [GraphShape(size * (1 + NUM_DRAFTS), 1 + NUM_DRAFTS, size) for size in sizes]
+        num_rows = max(shape.num_tokens for shape in shapes)
+        runner._verifier._next_ids = torch.zeros(num_rows, dtype=torch.int64)
+        logits = torch.zeros(num_rows, NUM_LOGITS)
         logits[:, 1] = 1.0
-        first = [logits[:count] for count in range(sizes[-1] + 1)]
+        first = [logits[:count] for count in range(num_rows + 1)]
         model.forward = lambda batch, _: _zeros(len(batch.token_ids))
         model.forward_last = lambda batch, _: _zeros(len(batch.logits_indices))
         model.final = lambda hidden: hidden
@@ -94,12 +155,12 @@ class HostBench:
         drawn = torch.ones(sizes[-1], dtype=torch.int64)
         runner._drawn.token_ids = drawn
         inputs = GraphInputs(runner._builder.max_blocks, 4096, torch.device("cpu"), drawn=drawn)
-        runner._graphs = _NoGraphs(graph_shapes(sizes), inputs)
+        runner._graphs = _NoGraphs(shapes, inputs)
         for size in sizes:
             runner._graphs._logits[GraphShape(size, 1, size)] = logits[:size]
 
     def decode(
-        self, batch: int, num_steps: int = 16, repeats: int = 40, profiler: cProfile.Profile | None = None
+        self, batch: int, num_steps: int = 10, repeats: int = 40, profiler: cProfile.Profile | None = None
     ) -> float:
         """Microseconds of a step of `batch` requests: the least of several rounds, since the machine has other work."""
         params = SamplingParams(max_tokens=3000, temperature=self._temperature, ignore_eos=True)
@@ -117,7 +178,8 @@ class HostBench:
             if profiler is not None:
                 profiler.disable()
             times.append((time.thread_time() - start) / num_steps)
-        assert self.engine.error is None and all(request.num_output_tokens > num_steps for request in requests)
+        assert self.engine.error is None
+        assert all(request.num_output_tokens > num_steps and not request.is_finished for request in requests)
         for request in requests:
             self.engine.cancel(request.handle)
         while self.engine.has_work:
@@ -163,6 +225,10 @@ def _zeros(rows: int) -> torch.Tensor:
     return torch.zeros(rows, WIDTH)
 
 
+def _ignore(*arguments: object) -> None:
+    """Instead of a kernel whose results nobody reads."""
+
+
 def _no_model(batch: ForwardBatch) -> torch.Tensor:
     raise AssertionError("nothing is captured")
 
@@ -181,11 +247,15 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="and where the time of the last batch goes")
     parser.add_argument("--changing", action="store_true", help="requests end, and others take their places")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--drafts", choices=tuple(DRAFTERS), default="", help="verify five of each request")
     add_settings(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     bench = HostBench(
-        max(arguments.batches), arguments.temperature, **dict(pair.split("=", 1) for pair in arguments.set)
+        max(arguments.batches),
+        arguments.temperature,
+        arguments.drafts,
+        **dict(pair.split("=", 1) for pair in arguments.set),
     )
     measure = bench.decode_changing if arguments.changing else bench.decode
     for batch in arguments.batches:

@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_host
 from bench_host import HostBench
 from measures import add_settings
+from slipstream.core.outputs import StepOutputs
+from slipstream.worker.spec_decode.interface import PROPOSERS
+from slipstream_kernels import ops
 
 
 @pytest.fixture
@@ -55,7 +58,8 @@ def test_batches_that_it_cannot_make_are_refused(
 
 def test_the_largest_batch_has_a_token_for_each_request() -> None:
     assert 5 + bench_host.MAX_BATCH <= bench_host.VOCABULARY
-    most = HostBench(520, num_blocks=521 * 63)  # tokens of a vocabulary of 512 did not suffice
+    # tokens of a vocabulary of 512 did not suffice; blocks for what is made here, not for 3,000 tokens each
+    most = HostBench(520, num_blocks=521 * 75, scheduler_policy="max_utilization")
     assert most.decode(520, num_steps=1, repeats=1) > 0.0
 
 
@@ -81,3 +85,22 @@ def test_a_setting_names_its_parameter(text: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         parser.parse_args(["--set", text])
     assert "--set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drafts", bench_host.DRAFTERS)
+def test_drafts_are_verified_in_each_step(drafts: str, replays: Counter[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("accept_drafts", "update_step_inputs"):
+        monkeypatch.setattr(ops, name, getattr(ops, name))  # put back after the test
+    monkeypatch.setitem(PROPOSERS._entries, "ngram", PROPOSERS.get("ngram"))
+    bench = HostBench(4, drafts=drafts)
+    made: list[int] = []
+    step = bench.engine.step
+
+    def noted() -> StepOutputs:
+        outputs = step()
+        made.extend(len(output.new_token_ids) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(bench.engine, "step", noted)
+    assert bench.decode(4, num_steps=5, repeats=4) > 0.0
+    assert replays[4 * (1 + bench_host.NUM_DRAFTS)] >= 20 and made.count(1 + bench_host.NUM_DRAFTS) >= 4 * 20

@@ -92,12 +92,12 @@ def test_shapes_of_a_tree() -> None:
     ],
 )
 def test_the_walk_follows_what_was_drawn(drawn: list[int], token_ids: list[int], rows: list[int]) -> None:
-    assert verdict(drawn) == AcceptedTokens(token_ids, rows)
+    assert verdict(drawn) == AcceptedTokens(token_ids, tuple(rows))
 
 
 def test_a_dead_row_is_not_entered() -> None:
     """A guide says that nothing may follow the draft: its token is the last one then."""
-    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == AcceptedTokens([10, 12], [0, 1])
+    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == AcceptedTokens([10, 12], (0, 1))
 
 
 def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list[int], drawn: list[int]) -> list[int]:

@@ -18,9 +18,9 @@ from slipstream.core.speculation import (
     DraftPlanner,
     MeasuredStep,
     Speculation,
+    VerifiedDrafts,
     _Load,
     truncate_drafts,
-    update_after_verify,
 )
 from slipstream.core.stats import Stats, accepted_metric, drafted_metric
 from slipstream.core.step_costs import StepCosts, Surplus
@@ -371,7 +371,9 @@ def test_verified_drafts_are_counted_by_their_place(parents: list[int], drafted:
     stats, request = Stats(), Request([1, 2, 3], SamplingParams(max_tokens=8))
     request.speculation = Speculation("ngram", 8, "exact")
     request.draft_token_ids, request.draft_parents = [4, 5, 6], parents
-    update_after_verify(request, 2, stats)
+    verified = VerifiedDrafts()
+    verified.add(request, 2)
+    verified.record(stats)
     counts = stats._values.counts
     assert [counts.get(drafted_metric("ngram", place), 0) for place in range(1, 5)] == drafted
     assert [counts.get(accepted_metric("ngram", place), 0) for place in range(1, 5)] == [1, 0, 0, 0]

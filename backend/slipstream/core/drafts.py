@@ -8,8 +8,8 @@ Source: SpecInfer, arXiv:2305.09781.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 63  # with the last token: the rows that the bits of one 64-bit mask word can name
 _SIGN = 1 << 63
@@ -23,6 +23,11 @@ def parents_of(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
 def row_depths(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
     """Distance of each row from the last token; [1 + num_drafts], the first is 0."""
     return _row_depths(tuple(parents), num_drafts)
+
+
+def max_depth(parents: Sequence[int], num_drafts: int) -> int:
+    """Of the deepest draft; 0 without drafts."""
+    return max(row_depths(parents, num_drafts)) if parents else num_drafts
 
 
 @lru_cache(maxsize=4096)
@@ -54,18 +59,25 @@ def _row_masks(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
     return tuple(mask - (1 << 64) if mask & _SIGN else mask for mask in masks)
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedTokens:
+class AcceptedTokens(NamedTuple):
     """token_ids: accepted drafts and the token after them. rows: those of the last token and of the accepted drafts,
     counted from the request's first row that was sampled; rows[i] predicted token_ids[i]."""
 
     token_ids: list[int]
-    rows: list[int]
+    rows: Sequence[int]
 
 
 def accepted_tokens(
     accepted: int, draft_token_ids: Sequence[int], num_drafts: int, drawn: Sequence[int]
 ) -> AcceptedTokens:
     """accepted: of one request, bit r: row r holds. drawn: the token after each of its 1 + num_drafts rows."""
-    rows = [row for row in range(1 + num_drafts) if accepted >> row & 1]
-    return AcceptedTokens([*(draft_token_ids[row - 1] for row in rows[1:]), drawn[rows[-1]]], rows)
+    rows = _rows_of(accepted & ((2 << num_drafts) - 1))
+    last = rows[-1]
+    if last < len(rows):  # no draft between them was rejected
+        return AcceptedTokens([*draft_token_ids[:last], drawn[last]], rows)
+    return AcceptedTokens([*(draft_token_ids[row - 1] for row in rows[1:]), drawn[last]], rows)
+
+
+@lru_cache(maxsize=4096)
+def _rows_of(accepted: int) -> tuple[int, ...]:
+    return tuple(row for row in range(1 + MAX_DRAFT_TOKENS) if accepted >> row & 1)

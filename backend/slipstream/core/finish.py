@@ -51,6 +51,9 @@ class StopConditions:
         if len(new_token_ids) == 1 and not has_words:  # nearly always
             token_ids += new_token_ids
             return (len(token_ids) >= max_len or new_token_ids[0] in stop_ids) and self.is_over(request)
+        if not has_words and len(token_ids) + len(new_token_ids) < max_len and stop_ids.isdisjoint(new_token_ids):
+            token_ids += new_token_ids
+            return False
         for index, token_id in enumerate(new_token_ids):
             token_ids.append(token_id)
             if has_words:

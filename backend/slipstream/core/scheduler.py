@@ -29,7 +29,7 @@ from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.prefix import Prefix
 from slipstream.core.queue_order import ExpiryQueue, SortKey, next_key, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
-from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
+from slipstream.core.speculation import DraftPlanner, VerifiedDrafts, truncate_drafts
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 
@@ -301,7 +301,7 @@ class Scheduler:
         if outputs and first == len(step.requests):
             return outputs
         of_others: list[StepOutput] = []
-        block_size, finished = self.cache.block_size, RequestStatus.FINISHED
+        block_size, finished, verified = self.cache.block_size, RequestStatus.FINISHED, VerifiedDrafts()
         rows = zip(step.requests[first:], step.samples[first:], sampled_token_ids[first:], strict=True)
         for request, samples, new_token_ids in rows:
             if request.status is finished:
@@ -312,7 +312,7 @@ class Scheduler:
                 request.num_output_placeholders -= 1
                 has_drafts = bool(request.draft_token_ids)
                 if has_drafts:
-                    update_after_verify(request, len(new_token_ids), self.stats)
+                    verified.add(request, len(new_token_ids))
                 is_over = request.stop_conditions.extend(request, new_token_ids)
                 # drafts that were rejected or cut off by a stop do not count as computed
                 if has_drafts and request.status is RequestStatus.RUNNING:
@@ -323,6 +323,7 @@ class Scheduler:
                 self.cache.commit(request)
             if is_over:
                 self._leave(request)
+        verified.record(self.stats)
         note_times(self.stats, of_others, now_ns)
         outputs += of_others
         return outputs

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths
+from slipstream.core.drafts import MAX_DRAFT_TOKENS, max_depth
 from slipstream.core.request import Request
 from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
 from slipstream.core.step_costs import DECAY, StepCosts, Surplus, bounded
@@ -35,11 +35,15 @@ _PRIOR_FIRST, _PRIOR_NEXT, _PRIOR_WEIGHT = 0.7, 0.8, 8.0  # acceptance rate of d
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculation settings of a request, with defaults filled in. num_draft_tokens >= 1."""
+    """Speculation settings of a request, with defaults filled in. num_draft_tokens >= 1.
+
+    may_run_ahead: whether its parameters allow a verification before the host has read the one before it.
+    """
 
     method: str
     num_draft_tokens: int
     acceptance: str
+    may_run_ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -212,13 +216,16 @@ class DraftPlanner:
         wanted = request.speculation
         if wanted is None:
             return 0
-        most = min(wanted.num_draft_tokens, self._max_drafts)
+        most = wanted.num_draft_tokens
+        if most > self._max_drafts:
+            most = self._max_drafts
         if self._costs is None or not most:
             return most
         key = wanted.method, most
-        if key not in self._best:
-            self._best[key] = self._most_useful(*key)
-        return self._best[key]
+        best = self._best.get(key)
+        if best is None:
+            best = self._best[key] = self._most_useful(*key)
+        return best
 
     def observe(self, method: str, num_drafts: int, rows: Sequence[int]) -> None:
         """Record a verification of num_drafts drafts. rows: the accepted rows; row 1 + i is draft i."""
@@ -302,21 +309,37 @@ class DraftPlanner:
         return self._loads[num_running.bit_length()]
 
 
-def update_after_verify(request: Request, num_new: int, stats: Stats) -> None:
-    """Count a request's verified drafts, of which num_new - 1 were accepted, and drop them."""
-    num_drafted, num_accepted = len(request.draft_token_ids), num_new - 1
-    assert num_accepted <= num_drafted, "more tokens than drafts and one"
-    request.num_drafted_tokens += num_drafted
-    request.num_accepted_tokens += num_accepted
-    stats.add(Metric.DRAFTED_TOKENS, num_drafted)
-    stats.add(Metric.ACCEPTED_TOKENS, num_accepted)
-    if request.speculation is not None:
-        method = request.speculation.method
-        for position in range(1, max(row_depths(request.draft_parents, num_drafted)) + 1):
-            stats.add(drafted_metric(method, position))
-            if position <= num_accepted:
-                stats.add(accepted_metric(method, position))
-    request.drop_drafts()
+class VerifiedDrafts:
+    """The verifications of a step, counted together by method, deepest draft and number of accepted drafts: most of its
+    requests have these in common, and each has a counter a position."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int, int], int] = {}
+        self._num_drafted = self._num_accepted = 0
+
+    def add(self, request: Request, num_new: int) -> None:
+        """Count a request's verified drafts, of which num_new - 1 were accepted, and drop them."""
+        num_drafted, num_accepted = len(request.draft_token_ids), num_new - 1
+        assert num_accepted <= num_drafted, "more tokens than drafts and one"
+        request.num_drafted_tokens += num_drafted
+        request.num_accepted_tokens += num_accepted
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        if request.speculation is not None:
+            alike = request.speculation.method, max_depth(request.draft_parents, num_drafted), num_accepted
+            self._counts[alike] = self._counts.get(alike, 0) + 1
+        request.drop_drafts()
+
+    def record(self, stats: Stats) -> None:
+        if not self._num_drafted:
+            return
+        stats.add(Metric.DRAFTED_TOKENS, self._num_drafted)
+        stats.add(Metric.ACCEPTED_TOKENS, self._num_accepted)
+        for (method, depth, num_accepted), count in self._counts.items():
+            for position in range(1, depth + 1):
+                stats.add(drafted_metric(method, position), count)
+                if position <= num_accepted:
+                    stats.add(accepted_metric(method, position), count)
 
 
 def truncate_drafts(request: Request, max_drafts: int) -> int:
@@ -324,6 +347,7 @@ def truncate_drafts(request: Request, max_drafts: int) -> int:
 
     Returns the number of drafts left. Parents precede their children, so a truncated tree is a tree.
     """
-    max_drafts = max(0, min(max_drafts, request.stop_conditions.max_len - request.num_tokens - 1))
-    del request.draft_token_ids[max_drafts:], request.draft_parents[max_drafts:]
+    max_drafts = max(0, min(max_drafts, request.stop_conditions.max_len - len(request.token_ids) - 1))
+    if len(request.draft_token_ids) > max_drafts:
+        del request.draft_token_ids[max_drafts:], request.draft_parents[max_drafts:]
     return len(request.draft_token_ids)

@@ -198,6 +198,8 @@ _SPECS: dict[Metric, MetricSpec] = {
 _METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too
 _POSITIONS = [f"{position}" for position in range(1, _NUM_POSITIONS)] + [f"{_NUM_POSITIONS}+"]
+_FIRST_POSITION = {method: len(Metric) + index * _NUM_POSITIONS for index, method in enumerate(_METHODS)}
+_NUM_DRAFTED = len(_METHODS) * _NUM_POSITIONS  # counters of drafted positions, before those of accepted ones
 _POSITION_FAMILIES = (
     ("slipstream_spec_position_drafted_total", "Verifications whose drafts reached this position, by method"),
     ("slipstream_spec_position_accepted_total", "Verifications that accepted a draft at this position, by method"),
@@ -217,12 +219,12 @@ METRICS: tuple[MetricSpec, ...] = (*(_SPECS[metric] for metric in Metric), *_BY_
 
 def drafted_metric(method: str, position: int) -> int:
     """Index of a method's counter of verified drafts at a position (from 1)."""
-    return len(Metric) + _METHODS.index(method) * _NUM_POSITIONS + min(position, _NUM_POSITIONS) - 1
+    return _FIRST_POSITION[method] + min(position, _NUM_POSITIONS) - 1
 
 
 def accepted_metric(method: str, position: int) -> int:
     """Index of a method's counter of accepted drafts at a position (from 1)."""
-    return drafted_metric(method, position) + len(_METHODS) * _NUM_POSITIONS
+    return drafted_metric(method, position) + _NUM_DRAFTED
 
 
 class _Values:

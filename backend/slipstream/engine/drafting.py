@@ -65,7 +65,9 @@ class Drafting:
             raise RequestError("speculative_acceptance", f"got {acceptance!r}, accepted here: exact")
         if params.logprobs is not None and acceptance not in ("exact", "rejection"):
             acceptance = "exact"  # log-probabilities are those of tokens drawn
-        return Speculation(method, min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
+        may_run_ahead = (params.is_greedy or acceptance == "exact") and draws_by_itself(params, has_grammar=False)
+        num_drafts = min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS)
+        return Speculation(method, num_drafts, acceptance, may_run_ahead)
 
     def prepare(self, step: ScheduledStep, is_ahead: bool) -> None:
         """Allocate the blocks that drafting writes after a step, if there are free ones.
@@ -82,6 +84,8 @@ class Drafting:
             drafter = self._drafter_after(row)
             if drafter is not None:
                 num_slots = _most_slots_after(row, drafter, 1 + row.num_drafts if is_ahead else 0)
+                if row.request.num_slots >= num_slots + num_spare:
+                    continue
                 most = scheduler.admission.most_slots(row.request)
                 if not (num_spare and cache.allocate(row.request, min(num_slots + num_spare, most))):
                     cache.allocate(row.request, min(num_slots, most))
@@ -91,9 +95,8 @@ class Drafting:
         if not self._heads:
             return (), ()
         rows = step.rows
-        after = [self._drafter_after(row) for row in rows]
         has_prompts = any(row.num_scheduled_tokens > 1 + row.num_drafts for row in rows)
-        drafting = tuple(head.method for head in self._heads if any(drafter is head for drafter in after))
+        drafting = tuple(head.method for head in self._heads if any(self._drafter_after(row) is head for row in rows))
         # a prompt's blocks may be shared with requests that draft, so heads compute all prompts
         updating = [head.method for head in self._heads if head.reads_all_rows and has_prompts]
         return drafting, tuple(method for method in updating if method not in drafting)
@@ -163,6 +166,7 @@ class Drafting:
         by_id = {request.sequence_id: request for request in step.requests}
         for sequence_id in result.lost_ids:
             by_id[sequence_id].speculation = None
+        planner = self._scheduler.planner
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
@@ -184,18 +188,17 @@ class Drafting:
 
     def _goes_on_alike(self, row: ScheduledRequest, head: DrafterInfo) -> bool:
         """Whether the next step of a request certainly has the same number of drafts of this head, verified exactly."""
-        request, count = row.request, row.num_drafts
+        request, count, speculation = row.request, row.num_drafts, row.request.speculation
         if request.adapter is not None:  # its verification runs without the graph that the next one is launched with
             return False
-        if self._drafter_after(row) is not head or self._scheduler.planner.num_drafts(request) != count:
+        if speculation is None or not speculation.may_run_ahead or request.grammar_state is not None:
             return False
-        speculation = request.speculation
-        is_exact = request.params.is_greedy or (speculation is not None and speculation.acceptance == "exact")
-        has_grammar = request.grammar_state is not None
-        if row.num_scheduled_tokens != 1 + count or not is_exact or not draws_by_itself(request.params, has_grammar):
+        if speculation.method != head.method or self._scheduler.planner.num_drafts(request) != count:
             return False
-        num_left = request.stop_conditions.max_len - request.num_tokens
-        return num_left > 2 * head.num_levels + 2 and request.num_slots >= _most_slots_after(row, head, 1 + count)
+        num_left = request.stop_conditions.max_len - len(request.token_ids)
+        is_verification = row.samples and row.num_scheduled_tokens == 1 + count
+        has_room = num_left > 2 * head.num_levels + 2 and request.num_slots >= _most_slots_after(row, head, 1 + count)
+        return is_verification and has_room
 
     def _drafter_after(self, row: ScheduledRequest) -> DrafterInfo | None:
         """The drafter that a request uses after this row, or None; known before the row is computed."""
@@ -206,18 +209,19 @@ class Drafting:
 
     def _budget(self, row: ScheduledRequest, launched: int) -> DraftBudget | None:
         """The draft budget of a running request after a committed row, or None."""
-        request, drafter = row.request, self._drafter_after(row)
-        if drafter is None or request.num_computed_tokens != request.num_tokens - 1:
+        request, scheduler, speculation = row.request, self._scheduler, row.request.speculation
+        num_tokens = len(request.token_ids)
+        if speculation is None or not row.samples or request.num_computed_tokens != num_tokens - 1:
             return None
         if request.grammar_state is not None and request.grammar_state.is_slow:
             return None
-        scheduler = self._scheduler
-        num_left = request.stop_conditions.max_len - request.num_tokens - 1
+        drafter = self._drafters[speculation.method]
+        num_left = request.stop_conditions.max_len - num_tokens - 1
         num_drafts = min(scheduler.planner.num_drafts(request), num_left)
-        num_slots, num_most = request.num_tokens + drafter.num_scratch_slots, scheduler.admission.most_slots(request)
-        if num_drafts <= 0 or request.num_slots < min(num_slots, num_most):
-            return None
+        num_slots, num_most = num_tokens + drafter.num_scratch_slots, scheduler.admission.most_slots(request)
         has_scratch = num_slots <= num_most
+        if num_drafts <= 0 or request.num_slots < (num_slots if has_scratch else num_most):
+            return None
         return DraftBudget(request.sequence_id, drafter.method, num_drafts, num_left, launched, has_scratch)
 
     def _check_off(self, params: SamplingParams) -> None:

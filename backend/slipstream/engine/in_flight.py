@@ -45,7 +45,7 @@ class SampledStep:
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    accepted_rows: dict[int, list[int]] = field(default_factory=dict)
+    accepted_rows: dict[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class StepInputs:
             layered=None if step.layered is None else _layered(step.layered),
         )
 
-    def note_accepted(self, step_id: int, step: ScheduledStep, rows: Mapping[int, list[int]]) -> None:
+    def note_accepted(self, step_id: int, step: ScheduledStep, rows: Mapping[int, Sequence[int]]) -> None:
         """Keep what a step accepted that was read and is not committed yet. rows: SampledStep.accepted_rows."""
         if step_id not in self._tree_steps:
             return

@@ -8,7 +8,7 @@ frozen one takes eight times as long to make.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class AcceptedBranches:
     some of them have to be moved, and of requests that had kept their blocks until the step was read."""
 
     step_id: int
-    rows: dict[int, list[int]]
+    rows: Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class StepResult:
     device_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftBudget:
     """A request that may draft now: all its tokens but the last are computed. num_drafts, depth: limits of drafts and
     levels.
@@ -189,7 +189,7 @@ class DraftInput:
     updates: Updates = field(default_factory=Updates)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftTokens:
     """token_ids, parents: see core/drafts.py."""
 

@@ -32,7 +32,7 @@ from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftRequest:
     """A request that may draft now; the fields are those of DraftBudget."""
 
@@ -43,7 +43,7 @@ class DraftRequest:
     has_scratch: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftOutput:
     """token_ids, parents: see core/drafts.py. probs: the distributions of drawn drafts, [n, vocab]; else None.
 
@@ -92,7 +92,7 @@ class Proposer(Drafter, Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftReadiness:
     """can_draft: the head has read these tokens, so it may draft after them. is_lost: its cache has a permanent gap."""
 

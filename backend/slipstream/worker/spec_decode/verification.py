@@ -29,7 +29,7 @@ _ACCEPT_SALT = 0x5851F42D4C957F2D  # noise of its own, apart from that of drafti
 _RECOVER_SALT = 0x14057B7EF767814F
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftedRequest:
     """A request that samples. draft_token_ids, draft_parents: of its drafts, empty if only the device knows them.
 
