@@ -22,6 +22,7 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.quant import FREE_TOKENS, NAMES
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
+from slipstream.worker.cuda_graphs import StepTimes
 from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.hardware import Hardware
 from slipstream.worker.request_state import RequestState
@@ -311,7 +312,7 @@ def test_a_full_server_drafts_if_its_steps_are_worth_it(
     steps = {GraphShape(64, 1, 64): 0.0065, GraphShape(128, 1, 128): 0.0075}
     steps |= {GraphShape(256, 4, 64): 0.0090, GraphShape(512, 4, 128): seconds_of_512_rows}
     planner = make_planner(
-        EngineConfig(), read_spec(tiny_llama), gpu, measured_costs(steps, {"mtp": {64: 0.001, 128: 0.0015}})
+        EngineConfig(), read_spec(tiny_llama), gpu, measured_costs(StepTimes(steps), {"mtp": {64: 0.001, 128: 0.0015}})
     )
     for num_running, expected in ((64, 3), (128, most), (129, 0), (64, 3)):
         planner.begin_step(num_running)
@@ -320,7 +321,7 @@ def test_a_full_server_drafts_if_its_steps_are_worth_it(
         EngineConfig(speculation=SpeculationConfig(free_tokens=256)),
         read_spec(tiny_llama),
         gpu,
-        measured_costs(steps, {}),
+        measured_costs(StepTimes(steps), {}),
     )
     limited.begin_step(128)
     assert limited.num_drafts(drafting_request(3, "mtp")) == 0, "one that is asked for is one"

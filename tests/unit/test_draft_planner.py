@@ -23,7 +23,7 @@ from slipstream.core.speculation import (
     truncate_drafts,
 )
 from slipstream.core.stats import Stats, accepted_metric, drafted_metric
-from slipstream.core.step_costs import StepCosts, Surplus
+from slipstream.core.step_costs import StepCosts
 from slipstream.worker.spec_decode.medusa import default_choices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
@@ -63,7 +63,9 @@ def test_no_plan_is_slower_than_plain_by_the_planners_own_estimate(method: str) 
     planner = DraftPlanner(is_adaptive=True, costs=simulated.costs)
     most = len(TREES[method])
     num_drafting = num_plain = 0
-    for num_requests in (1, 2, 4, 8, 128, 96, 64, 100, 3, 128, 33, 17, 126, 1):
+    for num_requests in (1, 2, 4, 8, 128, 96, 64, 100, 3, 128, 33, 17, 126, 1, -128, -4):
+        if num_requests < 0:  # texts that could not be foretold
+            num_requests, simulated.rates = -num_requests, [[0.02] * len(level) for level in simulated.rates]
         for _ in range(6):
             simulated.run(planner, num_requests, 15)
             planner.begin_step(num_requests)
@@ -73,7 +75,7 @@ def test_no_plan_is_slower_than_plain_by_the_planners_own_estimate(method: str) 
                 promised = planner.promises(method, most)
                 assert promised[number] >= promised[0]
             num_drafting, num_plain = num_drafting + bool(number), num_plain + (not number)
-    assert num_drafting > 10 and (num_plain > 5 or method == "mtp")
+    assert num_drafting > 10 and num_plain > 5
 
 
 def test_few_requests_get_smaller_trees_than_an_empty_cache_promises() -> None:
@@ -134,42 +136,6 @@ def test_a_draft_that_was_never_seen_is_not_thought_better_than_the_one_before_i
         gains.add(2, [0, 1] if number % 10 == 0 else [0])
     tokens = gains.expected_tokens(4)
     assert tokens[3] - tokens[2] <= tokens[2] - tokens[1] + 1e-9 < 0.02
-
-
-def test_what_steps_take_beyond_their_costs_is_kept_by_rows() -> None:
-    surplus = Surplus()
-    for _ in range(200):
-        surplus.note_plain(1.2, 1.0)
-        surplus.note_verified(64, 4, 2.4, 2.0)
-    assert surplus.plain == pytest.approx(0.2, abs=0.01)
-    assert surplus.verified(64, 4) == pytest.approx(0.4, abs=0.01)
-    assert surplus.verified(34, 4) == pytest.approx(0.3, abs=0.01), "half-way between a plain step and that"
-    assert surplus.verified(124, 4) == pytest.approx(0.6, abs=0.02)
-    for _ in range(200):
-        surplus.note_verified(32, 4, 2.5, 2.0)
-    assert surplus.verified(32, 4) == pytest.approx(0.5, abs=0.01), "its own word counts"
-    assert surplus.verified(128, 4) >= surplus.verified(64, 4)
-    surplus.note_verified(32, 4, 50.0, 2.0)
-    assert surplus.verified(32, 4) < 0.6, "one step that compiled something"
-    for _ in range(5000):
-        surplus.note_verified(64, 4, 2.4, 2.0)
-    assert surplus.verified(32, 4) == pytest.approx(0.2 + 0.2 * 28 / 60, abs=0.02), "long ago"
-    surplus.decay()
-    assert surplus.verified(64, 4) < 0.4
-
-
-def test_a_verification_of_many_requests_is_not_judged_by_one_of_few() -> None:
-    """64 rows of 32 requests read the keys of 32 contexts, a tree of 64 rows those of one."""
-    costs = StepCosts(
-        plain=((1, 4.0), (32, 6.0)),
-        verified=((64, 1, 64, 5.0), (64, 32, 32, 7.0), (128, 4, 64, 6.5)),
-        drafting={"medusa": ((1, 0.5), (32, 1.0))},
-    )
-    assert costs.seconds(1, 64, "medusa") == 5.5
-    assert costs.seconds(20, 60, "medusa") == 8.0
-    assert costs.seconds(2, 64, "ngram") == 7.0 and costs.padded_rows(65, 2) == 128
-    assert costs.seconds(1, 1, "medusa") == 4.5, "nothing is verified, but drafted"
-    assert costs.seconds(32, 200, "medusa") is None and costs.seconds(33, 33, "") is None
 
 
 def test_speculation_is_not_paused_for_the_spread_of_its_tokens() -> None:

@@ -126,13 +126,15 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of decodes only. tokens_per_request: mean over the requests. method: "" if nothing is drafted after it."""
+    """A step of decodes only. tokens_per_request: mean over the requests. method: "" if nothing is drafted after it.
+    context: cached tokens of each request, on average; None: not known."""
 
     num_running: int
     num_rows: int
     seconds: float
     tokens_per_request: float
     method: str = ""
+    context: int | None = None
 
 
 class DraftGains:
@@ -197,6 +199,8 @@ class DraftPlanner:
         self._gains: defaultdict[str, DraftGains] = defaultdict(DraftGains)
         self._is_full = False  # too many requests for any draft
         self._num_running = 0
+        self._context: int | None = None  # of the last measured step
+        self._found: defaultdict[str, float] = defaultdict(lambda: 1.0)  # share of the wanted drafts that are found
         self._max_drafts = 0  # max drafts per request in this step
         self._best: dict[tuple[str, int], int] = {}  # number of drafts by (method, max drafts) at this load
         self._num_steps = 0
@@ -231,18 +235,24 @@ class DraftPlanner:
         """Record a verification of num_drafts drafts. rows: the accepted rows; row 1 + i is draft i."""
         self._gains[method].add(num_drafts, rows)
 
+    def note_found(self, method: str, num_wanted: int, num_found: int) -> None:
+        """Record how many of the drafts that a step's requests may have were made: n-grams find some for a part of the
+        requests only, and verifications have fewer rows."""
+        if num_wanted:
+            self._found[method] += (num_found / num_wanted - self._found[method]) * _WEIGHT
+
     def measure(self, step: MeasuredStep) -> None:
         """Record a decode step."""
-        load, seconds = self._load(step.num_running), step.seconds
+        load, seconds, self._context = self._load(step.num_running), step.seconds, step.context
         if self._costs is not None:
-            expected = self._costs.seconds(step.num_running, step.num_rows, step.method)
+            expected = self._costs.seconds(step.num_running, step.num_rows, step.method, step.context)
             if expected is not None:
                 load.note_surplus(step, self._costs.padded_rows(step.num_rows, step.num_running), expected)
                 seconds = bounded(seconds, expected)
         if step.method:
             load.speculating.add(seconds, step.tokens_per_request)
             load.num_empty += step.num_rows == step.num_running
-            plain = self._costs and self._costs.seconds(step.num_running, step.num_running, "")
+            plain = self._costs and self._costs.seconds(step.num_running, step.num_running, "", step.context)
             if plain and load.needs_trial(plain):
                 load.num_pause_steps = _TRIAL_STEPS
         else:
@@ -257,15 +267,16 @@ class DraftPlanner:
         Only numbers of drafts that fill a captured graph; empty if no graph fits the number of requests."""
         assert self._costs is not None
         count, load = max(1, self._num_running), self._load(self._num_running)
-        plain = self._costs.seconds(count, count, "")
+        plain = self._costs.seconds(count, count, "", self._context)
         if plain is None:
             return {}
         rates = {0: 1.0 / bounded(plain + load.surplus.plain, plain)}
         expected = self._gains[method].expected_tokens(most)
         for num_rows in self._row_counts(count, 1 + most):
-            seconds = self._costs.seconds(count, count * num_rows, method)
+            num_verified = count + max(1, round(count * (num_rows - 1) * self._found[method]))
+            seconds = self._costs.seconds(count, num_verified, method, self._context)
             if seconds is not None:
-                surplus = load.surplus.verified(self._costs.padded_rows(count * num_rows, count), count)
+                surplus = load.surplus.verified(self._costs.padded_rows(num_verified, count), count)
                 rates[num_rows - 1] = expected[num_rows - 1] / bounded(seconds + surplus, seconds)
         return rates
 

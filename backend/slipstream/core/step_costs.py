@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
-_WEIGHT = 0.05  # weight of a new measurement in a running mean
 _MAX_SURPLUS = 2.0  # relative to the expected seconds
 _MAX_HOST_SECONDS = 0.01  # lower limit of the largest surplus: host time of models with very short steps
 _MIN_SURPLUS = -0.5  # relative to the expected seconds
 DECAY = 0.98  # of what was measured of drafts, at each decision against them
-_MIN_MOVE = 0.25  # relative to the expected seconds: a smaller deviation counts in full
-_PLAIN_SHARE = 0.5  # surplus of plain steps relative to that of verifications, until one is measured
-_PRIOR_STEPS = 4  # weight of a first estimate, in steps
+_LEAST_SHARE = 0.25  # of a step's seconds, that short contexts leave
+_PLAIN_SHARE = (
+    0.5  # of the surplus of verifications, where more rows begin to take more; until a plain step is measured
+)
+_NUM_RECENT = 15  # measurements of which the median counts
 _MAX_AGE = 4096  # verifications after which an older measurement at the same load is dropped
 
 
@@ -22,17 +25,21 @@ class StepCosts:
 
     plain: (requests, seconds), ascending. verified: (rows, requests, max rows of a request, seconds), ascending; with
     equal rows, more requests read more keys. drafting: method -> (requests, seconds), ascending. A step costs as much
-    as the first entry that holds its rows, its requests and the rows of each request.
+    as the first entry that holds its rows, its requests and the rows of each request. cached_token: seconds that a step
+    takes for each cached token of its requests; context: how many each had when the others were measured.
     """
 
     plain: tuple[tuple[int, float], ...]
     verified: tuple[tuple[int, int, int, float], ...]
     drafting: Mapping[str, tuple[tuple[int, float], ...]]
+    cached_token: float = 0.0
+    context: int = 0
 
-    def seconds(self, num_requests: int, num_rows: int, method: str) -> float | None:
+    def seconds(self, num_requests: int, num_rows: int, method: str, context: int | None = None) -> float | None:
         """Seconds of a step and the drafting after it; None if it is larger than all that were measured.
 
-        num_rows == num_requests: the step verifies no drafts."""
+        num_rows == num_requests: the step verifies no drafts. context: cached tokens of each request, on average; None:
+        as measured."""
         drafting = self.drafting.get(method, ())
         behind = _at_least(drafting, num_requests) if drafting else 0.0
         if num_rows > num_requests:
@@ -40,7 +47,11 @@ class StepCosts:
             step = None if found is None else found[1]
         else:
             step = _at_least(self.plain, num_requests)
-        return None if step is None or behind is None else step + behind
+        if step is None or behind is None:
+            return None
+        if context is not None:
+            step = max(_LEAST_SHARE * step, step + self.cached_token * num_requests * (context - self.context))
+        return step + behind
 
     def padded_rows(self, num_rows: int, num_requests: int) -> int:
         """Rows that the padded verification of num_rows rows computes."""
@@ -58,17 +69,24 @@ class StepCosts:
         return next(fits, None)
 
 
-@dataclass(slots=True)
-class _ClampedMean:
-    """Running mean in which outliers (a compilation, another process) are clamped."""
+class _Median:
+    """Median of the last measurements: outliers (a compilation, another process) do not move it, and three others do.
 
-    value: float = 0.0
-    count: int = 0
+    first: an estimate, which counts as one."""
 
-    def add(self, value: float, min_move: float) -> None:
+    def __init__(self, first: float = 0.0) -> None:
+        self._recent = deque([first], _NUM_RECENT)
+        self.value = first
+        self.count = 0
+
+    def add(self, value: float) -> None:
         self.count += 1
-        largest = max(abs(self.value), min_move)
-        self.value += max(_WEIGHT, 1.0 / (_PRIOR_STEPS + self.count)) * min(largest, max(-largest, value - self.value))
+        self._recent.append(value)
+        self.value = median_low(self._recent)
+
+    def decay(self, factor: float) -> None:
+        self._recent = deque((factor * value for value in self._recent), _NUM_RECENT)
+        self.value *= factor
 
 
 class Surplus:
@@ -79,24 +97,28 @@ class Surplus:
     """
 
     def __init__(self) -> None:
-        self._plain = _ClampedMean()
-        self._verified: dict[int, _ClampedMean] = {}
+        self._plain = _Median()
+        self._verified: dict[int, _Median] = {}
         self._noted_at: dict[int, int] = {}
         self._num_noted = 0
 
     @property
     def plain(self) -> float:
-        return self._plain.value
+        """Until one is measured, what verifications take less than expected, and not what they take more: the host
+        launches plain steps ahead, and reads a verification before the next."""
+        if self._plain.count or not self._verified:
+            return self._plain.value
+        return min(0.0, *(measured.value for measured in self._verified.values()))
 
     def note_plain(self, seconds: float, expected: float) -> None:
         """Record a plain step. seconds: measured. expected: by StepCosts."""
-        self._plain.add(_surplus(seconds, expected), _MIN_MOVE * expected)
+        self._plain.add(_surplus(seconds, expected))
 
     def note_verified(self, num_rows: int, num_requests: int, seconds: float, expected: float) -> None:
         known = self._verified.get(num_rows)
         if known is None:
-            known = self._verified[num_rows] = _ClampedMean(self.verified(num_rows, num_requests))
-        known.add(_surplus(seconds, expected), _MIN_MOVE * expected)
+            known = self._verified[num_rows] = _Median(self.verified(num_rows, num_requests))
+        known.add(_surplus(seconds, expected))
         self._num_noted += 1
         self._noted_at[num_rows] = self._num_noted
         for rows in [rows for rows, noted in self._noted_at.items() if noted < self._num_noted - _MAX_AGE]:
@@ -104,7 +126,7 @@ class Surplus:
 
     def verified(self, num_rows: int, num_requests: int) -> float:
         """Surplus seconds of a verification of num_rows rows, of which num_requests are the last tokens."""
-        known = sorted((rows, mean.value) for rows, mean in self._verified.items() if rows > num_requests)
+        known = sorted((rows, measured.value) for rows, measured in self._verified.items() if rows > num_requests)
         plain = self.plain
         if known and not self._plain.count:
             plain = _PLAIN_SHARE * known[0][1]
@@ -122,8 +144,8 @@ class Surplus:
         """Reduce the surplus of verifications, so that row counts that were slow once are tried again.
 
         backoff: divides the rate of decay."""
-        for mean in self._verified.values():
-            mean.value *= 1.0 - (1.0 - DECAY) / backoff
+        for measured in self._verified.values():
+            measured.decay(1.0 - (1.0 - DECAY) / backoff)
 
 
 def _surplus(seconds: float, expected: float) -> float:

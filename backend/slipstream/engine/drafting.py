@@ -25,6 +25,7 @@ from slipstream.worker.interface import DraftBudget, DrafterInfo, DraftInput, Dr
 from slipstream.worker.request_state import draws_by_itself
 from slipstream.worker.spec_decode import PROPOSERS
 
+_NONE_FOUND = (0,)  # the rows of a verification that accepts nothing
 # Spare slots per request: enough for about twelve verifications launched ahead.
 SPARE_SLOTS = 64
 
@@ -170,6 +171,11 @@ class Drafting:
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
+            if not (tokens.token_ids or result.is_behind):
+                planner.observe(budget.method, budget.num_drafts, _NONE_FOUND)
+        if drafts.budgets and not result.is_behind:
+            num_wanted = sum(budget.num_drafts for budget in drafts.budgets)
+            planner.note_found(drafts.budgets[0].method, num_wanted, sum(len(one.token_ids) for one in result.drafts))
 
     def measure(self, step: ScheduledStep, sampled: SampledStep) -> None:
         """Report accepted drafts, and the time since the previous decode step, to the planner."""
@@ -181,7 +187,10 @@ class Drafting:
         num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
         if is_decode and self._decoded_at and num_tokens:
             seconds, method = now - self._decoded_at, self.method_after(step)
-            planner.measure(MeasuredStep(count, step.total_num_scheduled_tokens, seconds, num_tokens / count, method))
+            context = sum(step.num_computed_tokens) // count
+            planner.measure(
+                MeasuredStep(count, step.total_num_scheduled_tokens, seconds, num_tokens / count, method, context)
+            )
         self._decoded_at = now if is_decode else 0.0
 
     # ---- parts

@@ -12,8 +12,9 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -22,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from slipstream.nn.batch import ForwardBatch
-from slipstream.worker.graph_shapes import StepShape
+from slipstream.worker.graph_shapes import GraphShape, StepShape
 from slipstream.worker.input_batch import StepArrays
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.static_tensors import GraphInputs, StaticTensors
@@ -35,6 +36,7 @@ LAUNCH_BOUND = 1.3
 MOST_BATCHES = 1024
 # Cached tokens per request while steps are timed.
 TIMED_CONTEXT = 1024
+SHORT_CONTEXT = 64  # of a second timing, which tells what cached tokens take
 
 Shape = TypeVar("Shape", bound=StepShape)
 _num_tokens: Callable[[StepShape], int] = attrgetter("num_tokens")
@@ -201,15 +203,19 @@ class StepGraphs(Generic[Shape]):
             self._logits[shape] = _unowned(logits)
 
     def time_steps(
-        self, shapes: Sequence[Shape], plan: MemoryPlan, after: Callable[[torch.Tensor], object]
+        self,
+        shapes: Sequence[Shape],
+        plan: MemoryPlan,
+        after: Callable[[torch.Tensor], object],
+        context: int = TIMED_CONTEXT,
     ) -> dict[Shape, float]:
-        """Seconds of steps by shape, with TIMED_CONTEXT cached tokens per request, or as many as fit.
+        """Seconds of steps by shape, with so many cached tokens per request, or as many as fit.
 
         after: called with the output of every step whose graph does not draw, and timed with it. The KV pool must
         still be empty."""
         seconds = {}
         for shape in shapes:
-            self._static.pretend(shape, TIMED_CONTEXT, plan)
+            self._static.pretend(shape, context, plan)
             seconds[shape] = seconds_of(partial(self._replay_and, shape, after))
         self._static.clear()
         return seconds
@@ -272,6 +278,35 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     would hold a gigabyte."""
     memory = torch.as_tensor(_Bytes(tensor.untyped_storage()), device=tensor.device).view(tensor.dtype)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of graphs with `context` cached tokens of each request, and of one cached token more."""
+
+    seconds: Mapping[GraphShape, float]
+    of_cached_token: float = 0.0
+    context: int = 0
+
+    def without(self, shapes: Collection[GraphShape]) -> StepTimes:
+        return replace(self, seconds={shape: took for shape, took in self.seconds.items() if shape not in shapes})
+
+
+NO_TIMES = StepTimes({})
+
+
+def time_decodes(
+    graphs: StepGraphs[GraphShape], plan: MemoryPlan, after: Callable[[torch.Tensor], object]
+) -> StepTimes:
+    """Time decodes and verifications; see `StepGraphs.time_steps`. What a cached token takes is that of the largest
+    decode."""
+    timed = [shape for shape in graphs.shapes if shape.max_query_len == 1 or shape.is_verification]
+    seconds, context = graphs.time_steps(timed, plan, after), min(TIMED_CONTEXT, plan.max_model_len - 1)
+    largest = max((shape for shape in timed if shape.max_query_len == 1), default=None)
+    if largest is None or context <= SHORT_CONTEXT:
+        return StepTimes(seconds)
+    more = seconds[largest] - graphs.time_steps([largest], plan, after, SHORT_CONTEXT)[largest]
+    return StepTimes(seconds, max(0.0, more) / (largest.num_requests * (context - SHORT_CONTEXT)), context)
 
 
 def seconds_of(run: Callable[[], object]) -> float:

@@ -26,12 +26,11 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.branch_moves import BranchMoves
-from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.cuda_graphs import NO_TIMES, StepGraphs, StepTimes, time_decodes
 from slipstream.worker.drawn_tokens import DrawnTokens
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
     DraftLayout,
-    GraphShape,
     graph_shapes,
     graph_sizes,
     layer_shapes,
@@ -125,7 +124,7 @@ class ModelRunner:
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases, drafts)
-        self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}
+        self.step_times = self._time_steps(plan) if drafts.num_drafts else NO_TIMES
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, phases: StartUp, drafts: DraftLayout) -> None:
@@ -145,16 +144,14 @@ class ModelRunner:
         finish_phase(phases, "graphs", self._hardware)
 
     @torch.inference_mode()
-    def _time_steps(self, plan: MemoryPlan) -> dict[GraphShape, float]:
-        """Seconds of decodes and verifications in graphs, which stages have not; verifications that a larger graph
-        serves faster are dropped."""
+    def _time_steps(self, plan: MemoryPlan) -> StepTimes:
+        """Of decodes and verifications in graphs, which stages have not; verifications that a larger graph serves
+        faster are dropped."""
         if self._stage is not None:
-            return {}
-        timed = [shape for shape in self._graphs.shapes if shape.max_query_len == 1 or shape.is_verification]
-        seconds = self._graphs.time_steps(timed, plan, self._draw)
-        seconds = self._parallel.decide(seconds)
-        self._graphs.drop(slower := slower_than_larger(seconds))
-        return {shape: took for shape, took in seconds.items() if shape not in slower}
+            return NO_TIMES
+        times = self._parallel.decide(time_decodes(self._graphs, plan, self._draw))
+        self._graphs.drop(slower := slower_than_larger(times.seconds))
+        return times.without(slower)
 
     @property
     def finishes_later(self) -> bool:

@@ -82,7 +82,7 @@ class ModelWorker:
         self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, layout)
         draft_seconds = self.speculator.capture(self.runner.verified_rows())
         finish_phase(phases, "drafting", hardware)
-        self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))
+        self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_times, draft_seconds))
         self._states = RequestStates(groups.num_full)
         self._waiting: RunningStep | None = None  # for its masks
         self._staged: dict[int, _Staged] = {}  # by step id, in order

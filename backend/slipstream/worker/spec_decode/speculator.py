@@ -13,7 +13,8 @@ from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.step_costs import StepCosts
-from slipstream.worker.graph_shapes import DraftLayout, GraphShape
+from slipstream.worker.cuda_graphs import StepTimes
+from slipstream.worker.graph_shapes import DraftLayout
 from slipstream.worker.host_copy import HostCopy
 from slipstream.worker.interface import DrafterInfo, DraftInput, DraftResult, DraftTokens
 from slipstream.worker.launched_step import ComputedRows
@@ -150,24 +151,23 @@ class Speculator:
         assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
         if answer.probs is not None:
             self.draft_probs[request.request.sequence_id] = answer.probs
-        return DraftTokens(list(answer.token_ids), list(answer.parents))
+        return DraftTokens(answer.token_ids, answer.parents)
 
 
-def measured_costs(
-    step_seconds: Mapping[GraphShape, float], draft_seconds: Mapping[str, Mapping[int, float]]
-) -> StepCosts | None:
+def measured_costs(steps: StepTimes, draft_seconds: Mapping[str, Mapping[int, float]]) -> StepCosts | None:
     """The times measured at start, or None if none were measured."""
-    if not step_seconds:
+    if not steps.seconds:
         return None
     plain: dict[int, float] = {}
     verified: list[tuple[int, int, int, float]] = []
-    for shape, seconds in step_seconds.items():
+    for shape, seconds in steps.seconds.items():
         if shape.max_query_len == 1:
             plain[shape.num_requests] = seconds
         else:
             verified.append((shape.num_tokens, shape.num_requests, shape.max_query_len, seconds))
     drafting = {method: tuple(sorted(seconds.items())) for method, seconds in draft_seconds.items()}
-    return StepCosts(tuple(sorted(plain.items())), tuple(sorted(verified)), drafting)
+    of_cached = steps.of_cached_token, steps.context
+    return StepCosts(tuple(sorted(plain.items())), tuple(sorted(verified)), drafting, *of_cached)
 
 
 def _with_host(seconds: Mapping[int, float]) -> dict[int, float]:
