@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,9 @@ from slipstream.core.stats import Metric
 from slipstream.engine import beam_search
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import Completion
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.protocol.request_parser import ClientRequest
+from slipstream.protocol.responses import ENCODERS
 from slipstream.worker.interface import StepInput
 from speculation_config import speculation_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -123,6 +127,21 @@ def test_the_best_n_are_returned_with_their_log_probabilities(llm: LLM, prompts:
         assert [entry.token_id for entry in entries] == completion.token_ids
         assert all(len(entry.top) == 2 and entry.rank >= 1 for entry in entries)
         assert completion.text == llm.engine.tokenizer.decode(completion.token_ids)
+
+
+def test_sequences_that_begin_alike_each_show_every_alternative(engine: Engine) -> None:
+    """They share the entries of the tokens that they begin with, which the first of them writes as JSON."""
+    params = SamplingParams(max_tokens=6, beam_width=2, n=2, logprobs=2)
+    (step,) = engine.submit(Request([5, 6, 7, 8], params, handle=3))
+    client = ClientRequest(3, step.search.request, outputs=("logprobs",))
+    processor = OutputProcessor(engine.tokenizer, lambda request, stop: None, lambda handle: None)
+    processor.add(client)
+    ends = run(engine)
+    expected = [[sorted({str(entry.token_id), *(str(one) for one, _ in entry.top)}) for entry in end.logprobs or ()]
+                for end in ends]  # fmt: skip
+    assert expected[0][0] == expected[1][0] and ends[0].logprobs[0] is ends[1].logprobs[0]  # type: ignore[index]
+    shown = [json.loads(ENCODERS["logprobs"](client, output)[1][4:]) for output in processor.process(ends)]
+    assert [[sorted(entry) for entry in entries] for entries in shown] == expected
 
 
 def test_a_search_is_the_same_beside_others_and_with_few_blocks(tiny_llama: Path, prompts: list[list[int]]) -> None:

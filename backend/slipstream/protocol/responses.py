@@ -149,12 +149,14 @@ def _generation_logits(client: ClientRequest, output: RequestOutput) -> Encoded:
 def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> None:
     """Write the JSON of a step's entries now: one long answer's at its end would hold up the answers of others.
 
-    The text takes a third of the memory of the entries, too.
+    The text takes a third of the memory of the entries, too. Sequences of a beam search share the entries of the tokens
+    that they begin with.
     """
     if client.stream or "logprobs" not in client.outputs:
         return
     for entry in entries:
-        entry.json, entry.top, entry.asked = _entry_json(entry, client.token_text), [], []
+        if not entry.json:
+            entry.json, entry.top, entry.asked = _entry_json(entry, client.token_text), [], []
 
 
 def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> str:
