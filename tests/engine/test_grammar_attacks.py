@@ -48,6 +48,21 @@ def late(worker, *arguments):
 GrammarWorker._advance = late
 main()
 """
+WORKERS_THAT_OPEN_LATE = """
+import sys, time
+sys.path[:] = {path!r}
+from slipstream.engine.grammar_process import main
+from slipstream.engine.grammar_worker import GrammarWorker
+make = GrammarWorker._open
+def late(worker, *arguments):
+    time.sleep({seconds})
+    answer = make(worker, *arguments)
+    with open({file}, "a") as file:
+        print(len(worker._sequences), file=file)
+    return answer
+GrammarWorker._open = late
+main()
+"""
 MANY_PROPERTIES = {"properties": {f"property_{number}": {"type": "string"} for number in range(990)}}
 # Within all limits of size, and not to be compiled in any time or memory
 TOO_LONG = Guide("regex", "|".join(f"([a-z]{{{n},9999}}x){{1,9999}}" for n in range(9000, 9400)))
@@ -297,6 +312,30 @@ def test_steps_wait_once_for_a_grammar_that_is_late_for_each_token(
         ((request, late),) = told.items()
         assert tokens == expected and late.error == "" and len(late.token_ids) == 12
         assert request.num_preemptions <= 1  # withdrawn from a step that had waited for it
+    finally:
+        engine.close()
+
+
+def test_a_request_that_ends_while_its_matcher_is_made_leaves_none(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = tmp_path / "matchers"
+    program = WORKERS_THAT_OPEN_LATE.replace("{seconds}", "0.1").replace("{file}", repr(str(counts)))
+    monkeypatch.setattr(grammar_link, "_START", program)
+    engine = make_engine(tiny_llama)
+    try:
+        run_steps(engine, _submit(engine, LETTERS))
+        for _ in range(3):
+            told = _submit(engine, LETTERS)
+            (request,) = told
+            while not request.grammar_state.asked_at:
+                run_steps(engine, told, 1)
+            engine.cancel(7)
+            run_steps(engine, told)
+            assert told[request].finish_reason is FinishReason.CANCELLED and not told[request].token_ids
+            while not engine._structured._host.is_idle:
+                engine.wait(0.01)
+        assert counts.read_text().split() == ["1"] * 4
     finally:
         engine.close()
 

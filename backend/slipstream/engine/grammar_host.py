@@ -200,6 +200,7 @@ class GrammarHost:
     def _take_answer(self, state_id: int, answer: Answer) -> None:
         forgotten = self._stuck.pop(state_id, None)
         if forgotten is not None:
+            self._link.send_to_worker("close", state_id, False)  # the call may have opened what `forget` closed
             self._give_back(forgotten.row)
             self._let_others_open(forgotten.key)
             return
