@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from patience import wait_until
-from slipstream.core.errors import CapacityError
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.engine.request_pool import RequestPool, num_bytes
 from slipstream.protocol import wire
@@ -120,10 +120,62 @@ def test_there_is_an_end_to_what_waits(steps: Steps) -> None:
     assert pool.wait_empty(30) and steps.delivered == [1, 3]
 
 
+def test_one_is_taken_where_none_may_wait_and_refused_where_none_of_its_size_may(steps: Steps) -> None:
+    """An idle model reads it at once; what has no room there has none later either."""
+    pool = start(steps, max_requests=0, max_bytes=9000)
+    with pytest.raises(CapacityError, match="1 requests of 9000 bytes wait"):
+        pool.put(large(2, 0), None, "known of 2")
+    with pytest.raises(RequestError, match="has 9001 bytes, accepted: at most max_tokenizing_bytes=9000"):
+        pool.put(large(3, 9001), None, "known of 3")
+    steps.go.set()
+    assert pool.wait_empty(30) and steps.delivered == [1]
+
+
+def test_a_deadline_that_passes_on_the_way_to_the_engine_is_the_engines(steps: Steps) -> None:
+    pool = RequestPool(steps, 10, 1 << 20)
+    deliver = steps.deliver
+
+    def late(handle: int, parsed: Any) -> None:
+        deliver(handle, parsed)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        pool.expire()
+
+    steps.deliver = late  # type: ignore[method-assign]
+    steps.go.set()
+    deadline = time.monotonic() + 0.5
+    pool.put(large(1), deadline, "known of 1")
+    assert pool.wait_empty(30)
+    assert steps.delivered == [1] and not steps.ended, "answered twice"
+
+
+def test_one_that_comes_late_to_an_idle_thread_is_not_read(steps: Steps) -> None:
+    steps.go.set()
+    pool = start(steps)
+    assert pool.wait_empty(30)
+    pool.put(large(2), time.monotonic() - 1, "known of 2")
+    assert pool.wait_empty(30)
+    wait_until(lambda: steps.ended == [(2, FinishReason.TIMEOUT)], "the late one to be ended")
+    assert steps.read == [1]
+
+
+def test_nothing_is_taken_when_the_backend_is_gone(steps: Steps) -> None:
+    def gone(handle: int, parsed: Any) -> None:
+        raise BrokenPipeError
+
+    steps.deliver = gone  # type: ignore[method-assign]
+    pool = start(steps)
+    pool.put(large(2), None, "known of 2")
+    steps.go.set()
+    assert pool.wait_empty(30)
+    with pytest.raises(CapacityError, match="being unloaded"):
+        pool.put(large(3), None, "known of 3")
+
+
 def test_what_is_left_at_the_end_is_told_and_never_delivered(steps: Steps) -> None:
     pool = start(steps)
     pool.put(large(2), None, "known of 2")
     assert not pool.wait_empty(0.01)
+    assert pool.cancel(1), "while it is read; its answer is the caller's all the same"
     assert pool.close() == [1, 2]
     steps.go.set()
     with pytest.raises(CapacityError, match="being unloaded"):

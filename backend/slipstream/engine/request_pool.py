@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.core.errors import CapacityError
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.protocol import wire
 
@@ -56,7 +56,7 @@ class RequestPool:
 
     def __init__(self, handler: RequestHandler, max_requests: int, max_bytes: int) -> None:
         self._handler = handler
-        self._max_requests = max_requests
+        self._max_requests = max(1, max_requests)  # the one that is read next is here too, though no other may wait
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by handle, the one being read included
@@ -66,8 +66,11 @@ class RequestPool:
         self._worker: threading.Thread | None = None
 
     def put(self, raw: wire.Request, deadline: float | None, known: Any = None) -> None:
-        """Queue a request. deadline: time.monotonic(). Raises CapacityError if too many requests or bytes wait."""
+        """Queue a request. deadline: time.monotonic(). Raises CapacityError if too many requests or bytes wait,
+        RequestError for more bytes than may ever wait."""
         size = num_bytes(raw)
+        if size > self._max_bytes:
+            raise RequestError("request", f"has {size} bytes, accepted: at most max_tokenizing_bytes={self._max_bytes}")
         with self._changed:
             if self._is_closed:
                 raise CapacityError("the model is being unloaded")
