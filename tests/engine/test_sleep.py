@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
 from engine_peer import Backend, InThread
+from patience import wait_until
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, ServingConfig, SpeculationConfig
 from slipstream.core.control import RELOAD, SLEEP, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, RequestError
@@ -320,6 +321,9 @@ def test_commands_over_the_socket(backend: Backend, demo_model: Path) -> None:
     assert told(9, control="wake_up")["is_sleeping"] is False
     backend.request(10, 3)
     assert len(backend.responses_of(10)) == 3
+    large = "x = 1\n" * 1600  # is read on the pool's thread
+    assert told(11, control="is_sleeping", text=large, request_id="one")["is_sleeping"] is False
+    wait_until(lambda: not server.server._ids, "nothing to be left to stop by its id")
 
 
 def gauge(samples: Sequence[tuple[int, Sequence[float]]]) -> float:

@@ -38,11 +38,12 @@ def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> Client
             check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length
     if any(tensor.name in TENSORS and TENSORS[tensor.name].target == "prompt_token_ids" for tensor in raw.inputs):
         settings.setdefault("prompt_token_ids", ())  # which outputs there are depends on it
+    is_command = settings.get("stop_request") or settings.get("control")
     outputs, params = read_outputs(raw, settings), SamplingParams(n=settings.get("n", 1))
     return ClientRequest(
         raw.handle,
         Request([], params, deadline=read_deadline(raw, settings), handle=raw.handle),
-        request_id="" if settings.get("stop_request") else raw.request_id or settings.get("request_id", ""),
+        request_id="" if is_command else raw.request_id or settings.get("request_id", ""),
         stream=settings.get("stream", False),
         outputs=outputs,
         has_batch_dim=has_batch_dim,
