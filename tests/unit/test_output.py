@@ -61,9 +61,10 @@ def test_token_ids_alone_have_no_text() -> None:
     assert [output.is_first for output in outputs] == [True, *[False] * (len(ids) - 1)]
 
 
-def test_every_token_leaves_in_its_step_and_the_end_is_marked() -> None:
+@pytest.mark.parametrize("stop", [(), ("####",)])
+def test_every_token_leaves_in_its_step_and_the_end_is_marked(stop: tuple[str, ...]) -> None:
     ids = TOKENIZER.encode(" fox jumps over the lazy dog", False)
-    outputs = Bench().play(ids)
+    outputs = Bench(stop=stop).play(ids)
     assert len(outputs) == len(ids)
     assert "".join(output.text for output in outputs) == " fox jumps over the lazy dog"
     assert [output.is_final for output in outputs] == [False] * (len(ids) - 1) + [True]
@@ -94,6 +95,13 @@ def test_half_a_character_is_no_output_and_its_tokens_come_with_the_rest() -> No
     assert [output.text for output in outputs] == ["ཀ", "\ufffd"]
     assert [output.token_ids for output in outputs] == [ids, ids[:1]]
     assert [len(output.logprobs) for output in outputs] == [3, 1]
+
+
+def test_half_a_character_at_the_end_can_be_a_stop_as_any_text_after_min_tokens() -> None:
+    ids = TOKENIZER.encode("ཀ", False)[:1]
+    for min_tokens, reason in ((0, "\ufffd"), (1, None)):
+        (output,) = Bench(stop=("\ufffd",), min_tokens=min_tokens).play(ids)
+        assert (output.stop_reason, output.text) == (reason, "" if reason else "\ufffd")
 
 
 def test_special_tokens_without_text_still_leave() -> None:
@@ -190,6 +198,22 @@ def test_n_sequences_answer_apart_and_only_the_last_end_is_final() -> None:
     assert [output.is_final for output in outputs] == [False, False, True]
 
 
+def test_a_sequence_that_a_stop_string_ended_does_not_end_its_siblings() -> None:
+    """What the engine had computed of it meanwhile, and its end there, come later."""
+    bench = Bench(n=2, stop=("fox",))
+    ids = TOKENIZER.encode(" fox jumps", False)
+    (first,) = bench.step(ids, index=0)
+    assert (first.finish_reason, first.is_final, bench.stops) == (
+        FinishReason.STOP,
+        False,
+        [(bench.requests[0], "fox")],
+    )
+    assert bench.step(ids, index=0) == [] and bench.step([], FinishReason.STOP, index=0) == []
+    others = TOKENIZER.encode(" dog", False)
+    (last,) = bench.step(others, FinishReason.LENGTH, index=1)
+    assert (last.text, last.is_final, len(bench.stops)) == (" dog", True, 1)
+
+
 def test_an_error_is_the_final_answer_of_the_whole_request() -> None:
     bench = Bench(n=2)
     (output,) = bench.step([], FinishReason.ERROR, 1, error="out of luck")
@@ -208,9 +232,23 @@ def test_prompt_logprobs_come_once_with_the_first_output() -> None:
     bench = Bench()
     entries = [None, TokenLogprobs(5, -1.0, 2)]
     ids = TOKENIZER.encode(" fox", False)
-    first = bench.step(ids[:1], prompt_logprobs=entries)
+    first = bench.step(ids[:1], prompt_logprobs=entries, context_logits=[b"rows"])
     rest = bench.step(ids[1:], FinishReason.LENGTH)
-    assert first[0].prompt_logprobs == entries and rest[0].prompt_logprobs is None
+    assert (first[0].prompt_logprobs, first[0].context_logits) == (entries, [b"rows"])
+    assert (rest[0].prompt_logprobs, rest[0].context_logits) == (None, None)
+
+
+def test_a_piece_without_text_takes_no_context_from_the_next() -> None:
+    """A stateless decoder would read the next one as the beginning of a text, without its space."""
+    tokenizer = TextTokenizer(toy_tokenizers.metaspace())
+    special = min(tokenizer.special_ids)
+    request = Request(tokenizer.encode("The quick", False), SamplingParams(max_tokens=9), handle=1)
+    processor = OutputProcessor(tokenizer, lambda request, stop: None, lambda handle: None)
+    processor.add(ClientRequest(1, request, stream=True, wants_context=True))
+    for token_ids in ([special], tokenizer.encode("brown fox", False)):
+        (output,) = processor.process([StepOutput(request, token_ids)])
+        piece = decode_after(tokenizer, output.context_token_ids, output.token_ids, num_characters=len(output.text))
+        assert piece == output.text == ("" if token_ids == [special] else " brown fox")
 
 
 @pytest.mark.parametrize(

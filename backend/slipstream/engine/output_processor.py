@@ -136,7 +136,7 @@ class _Sequence:
         self._matcher: StopMatcher | None = None
         if params.stop:
             self._matcher = StopMatcher(params.stop, params.stop_automaton, params.include_stop_str_in_output)
-        self._num_tokens = 0  # taken, also those not sent
+        self._num_tokens = 0  # looked through for stop strings, also those not sent
         self._has_sent = False
         self._interval = client.stream_interval if client.stream else 0  # 0: everything at the end
         self._text = ""  # decided, not sent, of these tokens:
@@ -159,7 +159,6 @@ class _Sequence:
         if self._matcher is not None:
             self._take_matching(step, self._matcher)
         elif step.new_token_ids:
-            self._num_tokens += len(step.new_token_ids)
             self._text += self._detokenizer.push(self._shown(step))
             self._token_ids += step.new_token_ids
             if step.logprobs:
