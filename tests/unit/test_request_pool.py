@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import toy_tokenizers
 from patience import wait_until
+from slipstream.core.config import EngineConfig, ServingConfig
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.engine.request_pool import RequestPool, num_bytes
 from slipstream.protocol import wire
+from slipstream.protocol.unread_request import encode_unread, peek
+from slipstream.tokenizer.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer(toy_tokenizers.byte_level())
 
 
 def large(handle: int, size: int = 9000) -> wire.Request:
@@ -183,6 +190,17 @@ def test_what_is_left_at_the_end_is_told_and_never_delivered(steps: Steps) -> No
     assert not pool.cancel(1)
     time.sleep(0.05)
     assert not steps.delivered and not steps.ended
+
+
+@pytest.mark.parametrize("given", [{"n": 2}, {"stream": True}])
+def test_one_that_would_have_two_responses_of_a_model_that_may_give_one_does_not_wait(given: dict[str, Any]) -> None:
+    """If it were cancelled or late there, each sequence would have a response, though nobody has read it."""
+    raw = replace(large(1), parameters=given)
+    serving = ServingConfig(is_decoupled=False, max_batch_size=1)
+    with pytest.raises(RequestError, match=r"accepted: .*decoupled: false"):
+        peek(raw, EngineConfig(serving=serving), TOKENIZER)
+    known = peek(raw, EngineConfig(serving=replace(serving, is_decoupled=True)), TOKENIZER)
+    assert len(encode_unread(known, FinishReason.TIMEOUT)) == given.get("n", 1)
 
 
 def test_parameters_count_too() -> None:

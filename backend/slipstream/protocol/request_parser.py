@@ -89,7 +89,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         raise refuse("lora_path", settings["lora_path"], "nothing in a request: its adapter is loaded before")
     stream: bool = settings.get("stream", DEFAULTS["stream"])
     if not config.serving.is_decoupled:
-        _check_one_response(settings, stream, has_batch_dim or "context_ids" in outputs)
+        check_one_response(settings, has_batch_dim or "context_ids" in outputs)
     params = _sampling_params(settings, config, outputs, tokenizer)
     token_ids, text = read_prompt(settings, config, tokenizer, params.max_tokens)
     echo_text = ""
@@ -129,8 +129,9 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     )
 
 
-def _check_one_response(settings: Settings, stream: bool, is_response_per_sequence: bool) -> None:
-    if stream:
+def check_one_response(settings: Settings, is_response_per_sequence: bool) -> None:
+    """Raises RequestError for what has several responses, which Triton takes from decoupled models alone."""
+    if settings.get("stream", DEFAULTS["stream"]):
         raise RequestError("stream", f"got True, accepted: False, {_NOT_DECOUPLED}")
     if is_response_per_sequence and settings.get("n", 1) != 1:
         raise refuse("num_return_sequences", settings["n"], f"1, {_NOT_DECOUPLED}")

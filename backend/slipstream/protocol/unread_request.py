@@ -15,7 +15,13 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.client_settings import TENSORS, read_settings
 from slipstream.protocol.prompts import TextCodec, check_prompt_bytes
-from slipstream.protocol.request_parser import ClientRequest, read_deadline, read_outputs, settle_beams
+from slipstream.protocol.request_parser import (
+    ClientRequest,
+    check_one_response,
+    read_deadline,
+    read_outputs,
+    settle_beams,
+)
 from slipstream.protocol.responses import encode_gathered, encode_response, is_gathered
 
 _PEEKED_BYTES = 4096  # of a tensor or parameter
@@ -40,6 +46,8 @@ def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> Client
         settings.setdefault("prompt_token_ids", ())  # which outputs there are depends on it
     is_command = settings.get("stop_request") or settings.get("control")
     outputs, params = read_outputs(raw, settings), SamplingParams(n=settings.get("n", 1))
+    if not (serving.is_decoupled or is_command):  # it may end before `parse_request` sees it
+        check_one_response(settings, has_batch_dim or "context_ids" in outputs)
     return ClientRequest(
         raw.handle,
         Request([], params, deadline=read_deadline(raw, settings), handle=raw.handle),
