@@ -15,6 +15,7 @@ from slipstream.core.kv_events import HOST, BlockRemoved, BlockStored, KVEvent
 from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 SIZE = 4
@@ -110,6 +111,39 @@ def test_a_full_host_gives_up_its_oldest_content_but_nothing_that_is_being_loade
     host.store(b"d", 3)
     assert host.find(b"d") is not None and host.find(b"a") is None
     host.check()
+
+
+def test_content_that_the_device_gives_up_again_counts_as_used_again() -> None:
+    host = HostCache(2)
+    for device_block, content in enumerate((b"a", b"b", b"a", b"c")):
+        host.store(content, device_block)
+    assert host.find(b"a") is not None and host.find(b"b") is None
+
+
+def test_loads_that_may_be_made_are_not_counted_again() -> None:
+    host = HostCache(4)
+    for block in range(4):
+        host.store(bytes([block]), block)
+        host.load(host.reserve(bytes([block])), 10 + block)
+    host.allow_to(2)
+    assert host.allow_more(1) == 1
+    assert [host.may_load(number) for number in range(1, 5)] == [True, True, True, False]
+    assert host.allow_more(math.inf) == 1 and host.may_load(4)
+
+
+def test_copies_are_counted_once_however_often_somebody_looks() -> None:
+    host, stats = HostCache(4), Stats()
+    for block in range(3):
+        host.store(bytes([block]), block)
+    host.load(host.reserve(b"\x00"), 9)
+    host.allow_more(1)
+    host.take_copies([1])
+    for _ in range(2):
+        host.record(stats)
+    stats.publish()
+    told = dict(stats.drain())
+    assert (told[Metric.KV_BLOCKS_STORED], told[Metric.KV_BLOCKS_LOADED]) == ([2], [1])
+    assert (told[Metric.KV_HOST_BLOCKS_USED], told[Metric.KV_HOST_BLOCKS_TOTAL]) == ([3], [4])
 
 
 def test_routers_hear_what_host_memory_keeps_and_gives_up() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fake_llm import FakeLLM, check_blocks, continuation, make_llm, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.queue_order import MAX_AGED_LEVELS, ExpiryQueue
+from slipstream.core.queue_order import MAX_AGED_LEVELS, ExpiryQueue, next_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.scheduler import Scheduler
 
@@ -124,6 +124,7 @@ def test_what_goes_on_for_a_request_has_its_place(aging_s: float) -> None:
     llm.step()
     llm.llm.scheduler.finish(last, FinishReason.CANCELLED)
     llm.llm.scheduler.add_next(following := distinct(2, 0), last)
+    assert len(next_key(following.sort_key, 9)) == len(following.sort_key), "keys do not grow with a search"
     while llm.llm.scheduler.has_work:
         llm.step()
     assert llm.started == [running, early, following, late]
@@ -201,6 +202,8 @@ def test_ended_requests_are_not_kept_until_their_deadline() -> None:
 
 def test_ended_requests_leave_few_numbers_behind_until_their_deadline() -> None:
     queue = ExpiryQueue()
+    queue.add(distinct(1, 0))
+    assert not len(queue), "it has no deadline"
     for number in range(5000):
         request = distinct(1, 0)
         request.deadline = 1e9

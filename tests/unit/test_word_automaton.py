@@ -59,4 +59,4 @@ def test_bad_words_ban_what_would_complete_them(words: list[tuple[int, ...]], te
     for size in range(1, len(text) + 1):
         state = bad.step(state, text[size - 1])
         expected = {word[-1] for word in words if len(word) > 1 and tuple(text[:size][1 - len(word) :]) == word[:-1]}
-        assert set(bad.banned(state)) == expected
+        assert bad.banned(state) == sorted(expected), "each once: a ban counts twice for a token named twice"
