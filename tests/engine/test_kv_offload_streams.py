@@ -69,6 +69,18 @@ def test_each_stream_waits_for_what_it_touches(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize(("chunk_bytes", "num_blocks"), [(3 * 128 + 127, 3), (100, 1)])
+def test_the_plan_knows_what_the_buffers_take(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, num_blocks: int
+) -> None:
+    monkeypatch.setattr(kv_offload, "CHUNK_BYTES", chunk_bytes)
+    transfer = Steps()._blocks._transfer
+    assert isinstance(transfer, kv_offload._CudaTransfer)
+    chunks = [rows for buffers in (transfer._stored, transfer._loaded) for rows in buffers._chunks]
+    assert sum(part.nbytes for rows in chunks for part in rows) == kv_offload.buffer_bytes(128) == 6 * num_blocks * 128
+
+
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("broken", ["take", "release"])
 def test_a_buffer_that_is_used_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "take":

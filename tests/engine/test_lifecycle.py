@@ -18,7 +18,7 @@ from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Answer
-from slipstream.engine.inbox import MAX_MESSAGES
+from slipstream.engine.inbox import MAX_MESSAGES, Finish, ended_by
 
 LONG = replace(GREEDY, max_tokens=200)
 
@@ -81,6 +81,33 @@ def test_clients_who_leave_at_once_cost_others_little(tiny_llama: Path) -> None:
     run_steps(engine, told)
     assert [request.finish_reason for request in requests[100:]] == [FinishReason.CANCELLED] * (num - 100)
     assert requests[0].finish_reason is FinishReason.STOP and requests[1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_first_message_of_a_sequence_counts_and_its_own_before_its_requests() -> None:
+    first, second, other = _request(1), _request(1), _request(2)
+    stop, late = Finish(first, FinishReason.STOP, "END"), Finish(first, FinishReason.TIMEOUT)
+    cancel, again = Finish(1, FinishReason.CANCELLED), Finish(1, FinishReason.ERROR)
+    unknown = [Finish(_request(1), FinishReason.STOP), Finish(3, FinishReason.CANCELLED)]
+    for messages in ([cancel, stop, again, late, *unknown], [stop, cancel, late, again, *unknown]):
+        assert ended_by(messages, [first, other, second]) == [(first, stop), (second, cancel)]
+
+
+def test_a_request_that_finds_no_place_any_more_fails_with_all_its_sequences(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(requests: list[Request]) -> None:
+        raise CapacityError("no place")
+
+    (other,) = engine.submit(_request(1))
+    told: dict[Request, Told] = {}
+    run_steps(engine, told, 2)
+    with monkeypatch.context() as patches:
+        patches.setattr(engine.scheduler, "add_all", refuse)
+        sequences = engine.submit(_request(2, replace(LONG, n=3)))
+        run_steps(engine, told, 1)
+    assert [(told[one].error, told[one].fault) for one in sequences] == [("no place", CapacityError)] * 3
+    run_steps(engine, told)
+    assert len(told[other].token_ids) == 200 and engine.error is None
 
 
 def test_finish_ends_one_sequence_only(engine: Engine) -> None:
