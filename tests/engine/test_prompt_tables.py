@@ -96,6 +96,17 @@ def test_equal_ids_with_other_tables_share_nothing(engine: Engine) -> None:
     assert run(engine, [again]) == expected[:1] and again.num_cached_tokens > 0
 
 
+def test_one_table_in_other_places_and_orders_shares_nothing(engine: Engine) -> None:
+    """Between tokens 0, which stand for rows while a prompt is computed."""
+    prompt, table = prompt_of(21), own_rows(engine, [7, 8])
+    own = {engine.spec.vocab_size: 7, engine.spec.vocab_size + 1: 8}
+    one, other = own
+    for head in ([one, 0, other], [0, one, other], [one, other, 0], [other, 0, one], [other, 0, other]):
+        plain = Request([*(own.get(token_id, 0) for token_id in head), *prompt], GREEDY)
+        request = Request([*head, *prompt], GREEDY, prompt_table=table, prompt_table_size=2)
+        assert run(engine, [request]) == run(engine, [plain]) and request.num_cached_tokens == 0
+
+
 def test_refusals(engine: Engine) -> None:
     vocab_size, good = engine.spec.vocab_size, own_rows(engine, [5, 6])
     width = good.shape[1]
