@@ -188,8 +188,11 @@ def test_rows_of_block_tables_hold_their_requests_blocks_and_nothing_else(seed: 
         if not known:
             continue
         ids = dice.sample(list(known), len(known))
-        others = tables.gather_others(ids)
-        found = [tables.gather(ids)] if others is None else [tables.gather(ids), *others]
+        widths = dice.choice([1, 4]), dice.randrange(3)
+        first, others = tables.gather(ids, *widths), tables.gather_others(ids, *widths)
+        found = [first] if others is None else [first, *others]
+        longest = max(1, *(len(known[one][0]) // groups.num_full for one in ids))
+        assert first.shape[1] >= min(24, longest + widths[1]) and first.shape[1] % widths[0] == 0
         for place, one in enumerate(ids):
             blocks = [known[one][0][group :: groups.num_full] for group in range(groups.num_full)]
             blocks += [known[one][1]] * groups.num_windowed

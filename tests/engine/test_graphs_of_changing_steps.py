@@ -7,14 +7,19 @@ device knows pass from each kind of step to each other one.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_driver import GREEDY, Told, make_engine, model_worker, run_steps
+from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
 from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
+from slipstream.nn.batch import ForwardBatch
+from slipstream.worker.spec_decode.draft_batch import RowsAfter
+from tiny_heads import speculation
 
 KINDS: list[dict[str, object]] = [
     {"temperature": 0.0},
@@ -73,4 +78,33 @@ def test_a_step_of_plain_requests_draws_where_the_next_graph_reads(
     engine.step()
     assert num_replays(runner._prompt_graphs) == 1 and runner._sampled is not None
     assert runner._sampled.token_ids.data_ptr() == runner._drawn.token_ids.data_ptr()
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+def test_heads_write_to_no_block_of_others(
+    tiny_llama: Path, tmp_path: Path, method: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request fills the last block that it may have, so its drafts would lie behind it. The static block tables are
+    wider than those of the step, and keep what longer requests had there."""
+    rehearse_graphs(monkeypatch, (1, 2))
+    scheduler: dict[str, object] = {"policy": policy, "max_num_seqs": 2, "overlap_scheduling": "on"}
+    drafts = speculation(method, tiny_llama, tmp_path)
+    engine = make_engine(tiny_llama, model={"max_model_len": 128}, scheduler=scheduler, speculation=drafts)
+    run_all(engine, [[9] * 60, [3] * 50], replace(GREEDY, max_tokens=60))
+    num_tokens = 128 if policy == "max_utilization" else 81  # 80 slots: the last token needs none
+    request = engine.submit(Request([5] * 49, replace(GREEDY, max_tokens=num_tokens - 49)))[0]
+    written, rows_after = set[int](), RowsAfter.__call__
+
+    def note(self: RowsAfter, *arguments: Any) -> ForwardBatch:
+        rows = rows_after(self, *arguments)
+        slots = {slot for slot in rows.slot_mapping.tolist() if slot >= 0}
+        assert {slot // 8 for slot in slots} <= set(request.block_ids)
+        written.update(slots)
+        return rows
+
+    monkeypatch.setattr(RowsAfter, "__call__", note)
+    run_steps(engine, {})
+    assert engine.error is None and request.num_tokens == num_tokens and len(written) > 20
     engine.close()

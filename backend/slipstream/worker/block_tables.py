@@ -103,18 +103,19 @@ class BlockTables:
         self._last_ids = ()
         self._free += [self._rows.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self._rows]
 
-    def gather(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
+    def gather(self, sequence_ids: Sequence[int], width_step: int = 1, num_more: int = 0) -> np.ndarray:
         """Tables of the first group: [num_requests, longest up to a multiple of width_step] int32, -1 pads.
 
+        num_more: columns behind the longest table in which no block is to be found; max_blocks are the most.
         A copy, which the caller may keep."""
-        rows, width = self._rows_and_width(sequence_ids, width_step)
+        rows, width = self._rows_and_width(sequence_ids, width_step, num_more)
         return self._table[0][rows, :width]
 
-    def gather_others(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray | None:
+    def gather_others(self, sequence_ids: Sequence[int], width_step: int = 1, num_more: int = 0) -> np.ndarray | None:
         """Tables of the other groups, as wide: [num_groups - 1, num_requests, width]; None if there are none."""
         if self.groups.num_groups == 1:
             return None
-        rows, width = self._rows_and_width(sequence_ids, width_step)
+        rows, width = self._rows_and_width(sequence_ids, width_step, num_more)
         return np.stack([table[rows, :width] for table in self._table[1:]])
 
     def rows(self, sequence_ids: Sequence[int]) -> np.ndarray:
@@ -125,10 +126,10 @@ class BlockTables:
             self._last_ids = sequence_ids
         return self._last_rows
 
-    def _rows_and_width(self, sequence_ids: Sequence[int], width_step: int) -> tuple[np.ndarray, int]:
+    def _rows_and_width(self, sequence_ids: Sequence[int], width_step: int, num_more: int) -> tuple[np.ndarray, int]:
         rows = self.rows(sequence_ids)
         longest = max(1, *values_of(self._num_blocks, self._last_row_numbers))
-        return rows, -(-longest // width_step) * width_step
+        return rows, -(-(longest + num_more) // width_step) * width_step
 
     def _new_row(self) -> int:
         if not self._free:  # preempted requests keep theirs until they come back

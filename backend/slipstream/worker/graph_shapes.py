@@ -160,13 +160,14 @@ def graph_sizes(
 class DraftLayout:
     """num_drafts: maximum per request, 0 without speculation. has_trees: drafts may be trees. are_ragged: requests of a
     step may have different numbers of drafts. reads_all_rows: a head reads the hidden states of all prompt tokens.
-    follows_prompts: see DrafterInfo."""
+    follows_prompts: see DrafterInfo. num_scratch_slots: most that a head writes behind a request's rows."""
 
     num_drafts: int = 0
     has_trees: bool = False
     are_ragged: bool = True
     reads_all_rows: bool = False
     follows_prompts: bool = False
+    num_scratch_slots: int = 0
 
 
 NO_DRAFTS = DraftLayout()

@@ -98,14 +98,18 @@ _NUMBERS = "max_query_len", "max_seq_len", "num_decode_requests", "num_decode_to
 
 
 class BatchBuilder:
-    """Builds the ForwardBatch of each step for one device and one block size."""
+    """Builds the ForwardBatch of each step for one device and one block size.
 
-    def __init__(self, block_size: int, tables: BlockTables, device: torch.device) -> None:
+    num_scratch_slots: that heads write behind a request's rows, perhaps behind its last block. A step's tables show
+    that no block is there: those of CUDA graphs are wider, and keep blocks of earlier steps.
+    """
+
+    def __init__(self, block_size: int, tables: BlockTables, device: torch.device, num_scratch_slots: int = 0) -> None:
         self._block_size = block_size
         self._device = device
         self.tables = tables
         self.max_blocks = tables.max_blocks
-        self._table_step = 1 if device.type == "cpu" else TABLE_STEP
+        self._table_width = 1 if device.type == "cpu" else TABLE_STEP, -(-num_scratch_slots // block_size)
         self._indices = NO_ROWS  # by row of the tables, in the last step that sampled for it
         self._order = NO_ROWS  # 0, 1, 2, …, which nobody changes
 
@@ -139,12 +143,12 @@ class BatchBuilder:
         if num_tokens == num_requests and all_sample:
             return self._decode_arrays(step, sampled)
         computed, lengths = _int64(step.num_computed_tokens), _int64(step.num_scheduled_tokens)
-        tables = self.tables.gather(step.sequence_ids, self._table_step)
+        tables = self.tables.gather(step.sequence_ids, *self._table_width)
         query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
         starts, ends = query_start_loc[:-1], np.add.accumulate(lengths, out=query_start_loc[1:])
         request_of_token = self._first(num_requests).repeat(lengths)
         positions = self._first(num_tokens) + (computed - starts).repeat(lengths)
-        other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
+        other_tables = self.tables.gather_others(step.sequence_ids, *self._table_width)
         slots, other_slots = self._slots(tables, other_tables, request_of_token, positions)
         longest = max(step.num_scheduled_tokens)
         num_decodes = num_requests if longest <= MAX_DECODE_QUERY_LEN else num_short_queries(lengths)
@@ -172,8 +176,8 @@ class BatchBuilder:
         """`arrays` of a step in which every request has one token and samples, in a third of the operations."""
         count = len(step.token_ids)
         order, positions = self._first(count), _int64(step.num_computed_tokens)
-        tables = self.tables.gather(step.sequence_ids, self._table_step)
-        other_tables = self.tables.gather_others(step.sequence_ids, self._table_step)
+        tables = self.tables.gather(step.sequence_ids, *self._table_width)
+        other_tables = self.tables.gather_others(step.sequence_ids, *self._table_width)
         slots, other_slots = self._slots(tables, other_tables, order, positions)
         return StepArrays(
             token_ids=_decode_tokens(step),

@@ -90,7 +90,7 @@ class ModelRunner:
         if parallel.num_stages > 1:
             self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
-        self._builder = BatchBuilder(plan.block_size, tables, device)
+        self._builder = BatchBuilder(plan.block_size, tables, device, drafts.num_scratch_slots)
         processors, max_num_seqs = _processors(config, spec, hardware), config.scheduler.max_num_seqs
         self._sampler = Sampler(spec.vocab_size, max_num_seqs, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step

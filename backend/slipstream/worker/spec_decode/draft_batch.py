@@ -38,18 +38,17 @@ class DraftBatches:
     ) -> None:
         self.block_size = block_size
         self.num_positions = num_positions
-        self._num_more = num_more
         self.rows_after = RowsAfter(block_size, num_positions)
         self.max_blocks = tables.max_blocks
         self._tables = tables
-        self._table_step = 1 if device.type == "cpu" else TABLE_STEP
+        self._table_width = 1 if device.type == "cpu" else TABLE_STEP, -(-num_more // block_size)
 
     def arrays(self, spans: Sequence[Span], token_ids: Sequence[int]) -> StepArrays:
         """token_ids: span by span."""
         starts = np.array([span.start for span in spans], dtype=np.int64)
         counts = np.array([span.count for span in spans], dtype=np.int64)
         sequence_ids = [span.request.sequence_id for span in spans]
-        tables = self._wide(self._tables.gather(sequence_ids, self._table_step), starts + counts)
+        tables = self._tables.gather(sequence_ids, *self._table_width)
         ends = np.cumsum(counts)
         of_row = np.repeat(np.arange(len(spans)), counts)
         positions = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]
@@ -67,12 +66,6 @@ class DraftBatches:
             num_decode_requests=num_decodes,
             prompt_prefixes=tuple(starts[num_decodes:].tolist()),
         )
-
-    def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Widen tables for the slots of further levels; missing entries are -1, not stale."""
-        needed = min(self.max_blocks, -(-(int(ends.max()) + self._num_more) // self.block_size))
-        missing = needed - tables.shape[1]
-        return tables if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
 
 
 class RowsAfter:

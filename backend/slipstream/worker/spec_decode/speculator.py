@@ -62,6 +62,7 @@ class Speculator:
             are_ragged=bool(self._proposers) or len(self._heads) > 1,
             reads_all_rows=any(head.reads_all_rows for head in self._heads.values()),
             follows_prompts=any(info.follows_prompts for info in self.infos),
+            num_scratch_slots=max((head.num_scratch_slots for head in self._heads.values()), default=0),
         )
 
     @property
