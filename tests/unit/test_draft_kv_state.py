@@ -48,3 +48,20 @@ def test_a_block_shared_with_others_stays_what_it_is() -> None:
     record(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
     record(seen, held([0, 1, 2], b"x", b"y"), 2 * BLOCK_SIZE - 1)
     assert seen.seen(held([0, 1], b"x", b"y")) == 2 * BLOCK_SIZE
+
+
+def test_drafts_that_were_fed_count_once_they_are_accepted_until_the_blocks_are_lost() -> None:
+    """Preempted, it comes back with the first block from the prefix cache, and another second one."""
+    seen, hashes = DraftKVState(4, BLOCK_SIZE), [b"x"]
+    request = Request([1, 2, 3, 4], SamplingParams(), block_ids=[0, 1], block_hashes=hashes)
+    state = RequestState(new_request(request))
+    assert seen.record(state, 0, BLOCK_SIZE)
+    seen.feed(state, [5, 6, 7])
+    assert seen.follow(state) == BLOCK_SIZE, "none is accepted yet"
+    request.token_ids += [5, 6, 8]
+    request.block_ids, request.num_preemptions = [0, 2], 1
+    assert seen.follow(RequestState(new_request(request))) == BLOCK_SIZE
+    state.token_ids += [5, 6, 8]
+    assert seen.follow(state) == BLOCK_SIZE + 2
+    state.token_ids += [9]
+    assert seen.follow(state) == BLOCK_SIZE + 2, "they count once"

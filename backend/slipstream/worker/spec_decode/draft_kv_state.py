@@ -20,6 +20,7 @@ class _Recorded:
     num_preemptions: int  # the request's number of preemptions when it was recorded
     end: int  # tokens seen, from the first on; LOST: there is a gap
     num_recorded: int = 0  # blocks whose content is known to be this request's
+    fed: Sequence[int] = ()  # drafts in the slots from `end` on
 
 
 class DraftKVState:
@@ -33,6 +34,22 @@ class DraftKVState:
         recorded = self._of(request)
         return self._num_filled(request) * self._block_size if recorded is None else recorded.end
 
+    def follow(self, request: RequestState) -> int:
+        """`seen`, after drafts that were fed and have been accepted; they are recorded."""
+        seen = end = self.seen(request)
+        recorded = self._of(request)
+        for token_id in recorded.fed if recorded is not None else ():
+            if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
+                break
+            end += 1
+        if end > seen:
+            self.record(request, seen, end - seen)
+        return end
+
+    def feed(self, request: RequestState, token_ids: Sequence[int]) -> None:
+        """Remember drafts that the drafter has computed behind the recorded tokens."""
+        self._recorded[request.sequence_id].fed = token_ids
+
     def record(self, request: RequestState, start: int, count: int) -> bool:
         """Record that tokens start to start + count are being computed. Returns False if there is a gap before them.
 
@@ -44,7 +61,7 @@ class DraftKVState:
         recorded = self._of(request)
         if recorded is None:
             recorded = self._recorded[request.sequence_id] = _Recorded(request.num_preemptions, 0)
-        recorded.end = start + count
+        recorded.end, recorded.fed = start + count, ()
         num_full = min(recorded.end // self._block_size, len(request.block_hashes))  # the last may have no hash yet
         for index in range(recorded.num_recorded, num_full):
             self._contents[request.block_ids[index]] = request.block_hashes[index]

@@ -55,7 +55,6 @@ class DraftModelProposer:
         sizes = context.target.spec.vocab_size, spec.vocab_size
         self._words = VocabularyMap.between(config.model, model, *sizes, hardware.device)
         self._kv_state = DraftKVState(plan.num_blocks, plan.block_size)
-        self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: first position of fed drafts, the drafts
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_missed_tokens = config.scheduler.max_mixed_prefill_tokens or self._max_tokens
         self._is_sampled = config.speculation.options_of(DraftModelOptions).draft_sampling == "sampled"
@@ -94,8 +93,6 @@ class DraftModelProposer:
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._kv_state.forget(sequence_ids)
-        for sequence_id in sequence_ids:
-            self._fed.pop(sequence_id, None)
 
     # ---- parts
 
@@ -118,7 +115,7 @@ class DraftModelProposer:
         outputs = []
         for row, (one, chain) in enumerate(zip(requests, found)):
             count = min(one.num_drafts, one.depth)
-            self._fed[one.request.sequence_id] = one.request.num_tokens, chain[:-1]
+            self._kv_state.feed(one.request, chain[:-1])
             drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(one.request) else None
             outputs.append(DraftOutput(chain[:count], [], drawn_from))
         return outputs
@@ -130,7 +127,8 @@ class DraftModelProposer:
         The next one computes as many of its tokens as fit, and drafts in a later step: all requests wait meanwhile, so
         a long prompt is spread over steps, as the model's own prompts are."""
         states = [one.request for one in requests]
-        missing = [Span(state, start := self._known(state), state.num_tokens - start) for state in states]
+        starts = [min(self._kv_state.follow(state), state.num_tokens - 1) for state in states]
+        missing = [Span(state, start, state.num_tokens - start) for state, start in zip(states, starts)]
         left, ready = max(self._max_tokens, len(requests)), dict[int, Span]()
         for place in sorted(range(len(missing)), key=lambda place: missing[place].count):
             span = missing[place]
@@ -149,18 +147,6 @@ class DraftModelProposer:
             self._kv_state.record(span.request, span.start, span.count)
         tokens = [token for span in spans for token in span.request.token_ids[span.start : span.start + span.count]]
         return self._batches.arrays(spans, tokens)
-
-    def _known(self, request: RequestState) -> int:
-        """The number of tokens whose cache entries are valid, accepted drafts that were fed included."""
-        seen = end = self._kv_state.seen(request)
-        start, fed = self._fed.pop(request.sequence_id, (0, []))
-        for token_id in fed if start == end else ():
-            if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
-                break
-            end += 1
-        if end > seen:
-            self._kv_state.record(request, seen, end - seen)
-        return min(end, request.num_tokens - 1)
 
     def _draft(self, batch: ForwardBatch) -> torch.Tensor:
         """The greedy chain of each request, [num_requests, num_drafts]."""
