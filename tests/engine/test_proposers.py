@@ -21,7 +21,7 @@ from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.speculation import DraftPlanner
+from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
@@ -294,6 +294,22 @@ def test_a_request_chooses_among_the_methods_loaded(tiny_llama: Path, tmp_path: 
         with pytest.raises(RequestError, match=next(iter(wrong))):
             engine.submit(Request([3, 4], SamplingParams(**wrong)))  # type: ignore[arg-type]
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_who_asks_for_more_than_a_head_makes_is_launched_ahead_too(
+    tiny_llama: Path, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(settings("mtp", tiny_llama, tmp_path), methods="mtp,ngram")
+    engine = make_engine(tiny_llama, scheduler={"overlap_scheduling": "on"}, speculation=config)
+    by_method = [Speculation("mtp", 3, "exact"), Speculation("ngram", 10, "exact")]
+    for expected in by_method:
+        asked = SamplingParams(num_draft_tokens=10, speculative_method=expected.method)
+        assert engine._drafting.resolve(asked) == expected
+    launch, launched = Engine._launch, list[ScheduledStep]()
+    monkeypatch.setattr(Engine, "_launch", lambda *one: (launched.append(one[1]), launch(*one))[1])
+    (request,) = drafted(engine, prompts[4:5], replace(GREEDY, max_tokens=60, num_draft_tokens=10))
+    num_steps = request.num_output_tokens - request.num_accepted_tokens
+    assert len(launched) < num_steps / 2, "the others were launched ahead"
 
 
 def test_a_draft_model_computes_each_token_once(eight_layers: Path, tmp_path: Path, prompts: list[list[int]]) -> None:

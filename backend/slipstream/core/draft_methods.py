@@ -26,6 +26,7 @@ class DraftMethod:
     options: a frozen dataclass of `option` fields, each named as the parameter that sets it. checkpoint: the parameter
     that names the method's checkpoint, "" if it needs none; expected: text of the error when it is missing.
     is_in_model: the model's own checkpoint may contain it. is_model: it may be a model of the repository.
+    makes_any_number: of drafts, as a request asks; the others compute the model's number for each request.
     """
 
     name: str
@@ -35,6 +36,7 @@ class DraftMethod:
     expected: str = ""
     is_in_model: bool = False
     is_model: bool = False
+    makes_any_number: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -100,7 +102,7 @@ class EagleOptions:
 
 DRAFT_METHODS: Registry[DraftMethod] = Registry("speculative_method")  # in the order of their metrics
 for _method in (
-    DraftMethod("ngram", "slipstream.worker.spec_decode.ngram", NgramOptions),
+    DraftMethod("ngram", "slipstream.worker.spec_decode.ngram", NgramOptions, makes_any_number=True),
     DraftMethod(
         "draft_model",
         "slipstream.worker.spec_decode.draft_model",

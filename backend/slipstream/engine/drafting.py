@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.core.config import NO_SPECULATION, EngineConfig
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import RequestError
 from slipstream.core.request import RequestStatus
@@ -67,8 +68,10 @@ class Drafting:
         if params.logprobs is not None and acceptance not in ("exact", "rejection"):
             acceptance = "exact"  # log-probabilities are those of tokens drawn
         may_run_ahead = (params.is_greedy or acceptance == "exact") and draws_by_itself(params, has_grammar=False)
-        num_drafts = min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS)
-        return Speculation(method, num_drafts, acceptance, may_run_ahead)
+        num_drafts = self._drafters[method].num_drafts
+        if asked is not None and (asked < num_drafts or DRAFT_METHODS.get(method).makes_any_number):
+            num_drafts = asked
+        return Speculation(method, min(num_drafts, MAX_DRAFT_TOKENS), acceptance, may_run_ahead)
 
     def prepare(self, step: ScheduledStep, is_ahead: bool) -> None:
         """Allocate the blocks that drafting writes after a step, if there are free ones.
