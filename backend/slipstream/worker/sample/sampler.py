@@ -210,7 +210,7 @@ class Sampler:
                 logprob_rows=self._ints(with_logprobs, torch.int64),
                 logits_rows=self._logits_rows([requests[row] for row in with_logprobs]),
                 asked_token_ids=self._asked_token_ids([requests[row] for row in with_logprobs]),
-                draws=self._draw_parameters(requests),
+                draws=draws_of(requests, self._device),
             )
         return self._composition
 
@@ -224,23 +224,6 @@ class Sampler:
     def _logits_rows(self, requests: list[RequestState]) -> torch.Tensor | None:
         rows = [row for row, request in enumerate(requests) if request.params.return_generation_logits]
         return self._ints(rows, torch.int64) if rows else None
-
-    def _draw_parameters(self, requests: list[RequestState]) -> Draws:
-        """A filter that no request uses is None, so that the kernel skips it. One copy to the device."""
-        temperature, top_k, top_p, min_p, seeds = zip(*[request.draw for request in requests])
-        columns: dict[str, np.ndarray] = {
-            "temperature": np.array(temperature, np.float32),
-            "seeds": np.array(seeds, np.int64),
-        }
-        if any(top_k):
-            columns["top_k"] = np.array(top_k, np.int32)
-        if min(top_p) < 1.0:
-            columns["top_p"] = np.array(top_p, np.float32)
-        if any(min_p):
-            columns["min_p"] = np.array(min_p, np.float32)
-        packed = dict(zip(columns, pack(list(columns.values()), self._device)))
-        filters = packed.get("top_k"), packed.get("top_p"), packed.get("min_p")
-        return Draws(ops.SamplingMetadata(packed["temperature"], *filters), packed["seeds"])
 
     def _penalties(self, requests: list[RequestState]) -> ops.Penalties:
         params = [request.params for request in requests]
@@ -278,3 +261,21 @@ class Sampler:
 
     def _ints(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return to_device(values, dtype, self._device)
+
+
+def draws_of(requests: Sequence[RequestState], device: torch.device) -> Draws:
+    """Of a row of each request. A filter that no request uses is None, so that the kernel skips it. One copy."""
+    temperature, top_k, top_p, min_p, seeds = zip(*[request.draw for request in requests])
+    columns: dict[str, np.ndarray] = {
+        "temperature": np.array(temperature, np.float32),
+        "seeds": np.array(seeds, np.int64),
+    }
+    if any(top_k):
+        columns["top_k"] = np.array(top_k, np.int32)
+    if min(top_p) < 1.0:
+        columns["top_p"] = np.array(top_p, np.float32)
+    if any(min_p):
+        columns["min_p"] = np.array(min_p, np.float32)
+    packed = dict(zip(columns, pack(list(columns.values()), device)))
+    filters = packed.get("top_k"), packed.get("top_p"), packed.get("min_p")
+    return Draws(ops.SamplingMetadata(packed["temperature"], *filters), packed["seeds"])

@@ -27,6 +27,7 @@ from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import StepArrays, padding_batch
 from slipstream.worker.kv_cache import allocate_pool
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.sample.sampler import draws_of
 from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_rows
 from slipstream.worker.spec_decode.draft_graphs import DraftGraphs
 from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
@@ -174,25 +175,14 @@ class DraftModelProposer:
     ) -> torch.Tensor:
         """Draw a token per request; append the distributions to `probs` if a request uses rejection."""
         states = [one.request for one in requests]
-        params = [state.params for state in states]
-        floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
-        temperature = floats([p.temperature for p in params])
-        metadata = ops.SamplingMetadata(
-            temperature,
-            to_device([max(0, p.top_k) for p in params], torch.int32, self._device),
-            floats([p.top_p for p in params]),
-            floats([p.min_p for p in params]),
-        )
-        seeds = [state.seed ^ (_DRAFT_SALT if _rejects(state) else 0) for state in states]
-        positions = [state.num_tokens + level for state in states]
-        token_ids = ops.sample(
-            logits,
-            metadata,
-            to_device([seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds], torch.int64, self._device),
-            to_device(positions, torch.int64, self._device),
-        )
+        draws, positions = draws_of(states, self._device), [state.num_tokens + level for state in states]
+        salts = [_DRAFT_SALT if _rejects(state) else 0 for state in states]
+        seeds = draws.seeds ^ to_device(salts, torch.int64, self._device)
+        token_ids = ops.sample(logits, draws.metadata, seeds, to_device(positions, torch.int64, self._device))
         if any(map(_rejects, states)):
-            probs.append(ops.token_probs(logits, replace(metadata, temperature=temperature.clamp(min=1e-5))))
+            temperature = draws.metadata.temperature
+            assert temperature is not None
+            probs.append(ops.token_probs(logits, replace(draws.metadata, temperature=temperature.clamp(min=1e-5))))
         return token_ids
 
 
