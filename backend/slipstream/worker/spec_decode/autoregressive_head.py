@@ -70,8 +70,8 @@ class AutoregressiveHead(GraphedHead):
         if not is_updated:
             self._kv_state.lose(request, start, count)
             return DraftReadiness(can_draft=False)
-        is_lost = self._kv_state.seen(request) < start  # the head cannot fill the gap
-        return DraftReadiness(self._kv_state.record(request, start, count), is_lost)
+        can_draft = self._kv_state.record(request, start, count)
+        return DraftReadiness(can_draft, is_lost=not can_draft)  # the head cannot fill the gap
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._kv_state.forget(sequence_ids)

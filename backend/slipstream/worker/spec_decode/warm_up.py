@@ -23,7 +23,7 @@ from slipstream.worker.kv_cache import Compaction
 def padding_drafts(layout: DraftLayout, max_blocks: int, device: torch.device) -> list[ForwardBatch]:
     """Steps of one request with a chain of drafts and, where there may be some, with a tree; see padding_batch.
 
-    None where nothing drafts."""
+    Empty where nothing drafts."""
     if not layout.num_drafts:
         return []
     plain = padding_batch(1 + layout.num_drafts, max_blocks, device)
