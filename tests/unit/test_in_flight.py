@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from slipstream.core.config import EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import EngineError, RankLostError
 from slipstream.core.host_cache import BlockCopies
+from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.outputs import StepOutput, StepOutputs, TokenLogprobs
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.engine.drafting import Drafting
 from slipstream.engine.in_flight import (
     AheadStep,
     InFlightStep,
@@ -21,7 +25,8 @@ from slipstream.engine.in_flight import (
     failures_of,
     sampled_step,
 )
-from slipstream.worker.interface import ProcessorReport, StepResult
+from slipstream.engine.step_inputs import StepInputs
+from slipstream.worker.interface import DrafterInfo, ProcessorReport, StepResult
 
 
 def _requests(count: int) -> list[Request]:
@@ -153,6 +158,24 @@ def test_a_verification_beside_prompts_and_plain_decodes() -> None:
     step = ScheduledStep.of([ScheduledRequest(one, 3, 1 + count, samples, count) for one, samples, count in rows])
     found = sampled_step(InFlightStep(1, step), StepResult([50, 60, 61], [1, 0, 0b11]))
     assert found.token_ids == [[50], [], [4, 61]] and found.accepted_rows == {2: [0, 1]}
+
+
+def test_who_waits_for_blocks_of_its_own_again_is_told_to_the_worker_with_its_next_step() -> None:
+    """Preempted while its chunk is in flight, it runs again, with a cached prefix that is still being loaded."""
+    drafters = [DrafterInfo("mtp", 3, 3, 3, is_head=True, reads_all_rows=True)]
+    scheduler = Scheduler(SchedulerConfig(), KVCacheManager(8, 4), 64)
+    drafting = Drafting(EngineConfig(ModelConfig("m")), drafters, scheduler)
+    inputs, request = StepInputs(makes_drafts=True), Request([1] * 9, SamplingParams(), block_ids=[0, 1, 2])
+    step = ScheduledStep.of([ScheduledRequest(request, 0, 8, False)])
+    assert [new.block_ids for new in inputs.build(1, step).new_requests] == [[0, 1, 2]]
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
+    found = drafting.input_after(InFlightStep(1, step), [[]], inputs)
+    assert found is not None and found.computed == [(request.sequence_id, 0, 8)]
+    request.note_preempted()
+    request.status, request.num_computed_tokens, request.block_ids = RequestStatus.RUNNING, 8, [5, 6, 7]
+    assert drafting.input_after(InFlightStep(1, step), [[]], inputs) is None
+    again = ScheduledStep.of([ScheduledRequest(request, 8, 1, True)])
+    assert [new.block_ids for new in inputs.build(2, again).new_requests] == [[5, 6, 7]]
 
 
 def test_log_probabilities_end_where_the_tokens_do() -> None:

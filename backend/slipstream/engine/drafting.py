@@ -145,10 +145,12 @@ class Drafting:
         for index, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
             request = row.request
             count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
-            # fewer: it was preempted meanwhile and has begun again, so these tokens are computed once more
+            # preempted meanwhile and begun again: these tokens are computed once more, or cached in blocks that are
+            # still being loaded, of which the step that computes with them tells the worker
             if (
                 request.status is not RequestStatus.RUNNING
                 or request.num_computed_tokens < row.num_computed_tokens + count
+                or request.num_sent_blocks < 0
             ):
                 continue
             launched = index if in_flight.indices is None else in_flight.indices[index]
