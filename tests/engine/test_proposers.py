@@ -301,7 +301,7 @@ def test_who_asks_for_more_than_a_head_makes_is_launched_ahead_too(
 ) -> None:
     config = replace(settings("mtp", tiny_llama, tmp_path), methods="mtp,ngram")
     engine = make_engine(tiny_llama, scheduler={"overlap_scheduling": "on"}, speculation=config)
-    by_method = [Speculation("mtp", 3, "exact"), Speculation("ngram", 10, "exact")]
+    by_method = [Speculation("mtp", 3, "exact", True), Speculation("ngram", 10, "exact", True)]
     for expected in by_method:
         asked = SamplingParams(num_draft_tokens=10, speculative_method=expected.method)
         assert engine._drafting.resolve(asked) == expected
