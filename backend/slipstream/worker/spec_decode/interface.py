@@ -8,7 +8,7 @@ gets its drafts after it has committed the step. The verifier alone accepts draf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -24,6 +24,7 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.decoder import Decoder
 from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.hardware import Hardware
+from slipstream.worker.interface import DraftTokens
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.request_state import RequestState
@@ -44,13 +45,10 @@ class DraftRequest:
 
 
 @dataclass(slots=True)
-class DraftOutput:
-    """token_ids, parents: see core/drafts.py. probs: the distributions of drawn drafts, [n, vocab]; else None.
+class DraftOutput(DraftTokens):
+    """probs: the distributions of drawn drafts, [n, vocab]; else None. is_behind: no drafts yet, because the drafter
+    still computes the request's tokens."""
 
-    is_behind: no drafts yet, because the drafter still computes the request's tokens."""
-
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
     probs: torch.Tensor | None = None
     is_behind: bool = False
 

@@ -22,7 +22,6 @@ from slipstream.worker.request_state import RequestStates
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
     DraftHead,
-    DraftOutput,
     DraftRequest,
     Proposer,
     SpeculatorContext,
@@ -121,7 +120,10 @@ class Speculator:
             else:
                 answers = self._proposers[method].propose(requests)
             for (index, request), answer in zip(some, answers, strict=True):
-                found[index] = self._keep(request, answer)
+                assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
+                if answer.probs is not None:
+                    self.draft_probs[request.request.sequence_id] = answer.probs
+                found[index] = answer
                 is_behind = is_behind or answer.is_behind
         return DraftResult(found, lost_ids, is_behind)
 
@@ -147,12 +149,6 @@ class Speculator:
                 if readiness.is_lost and state.draft_method == method:
                     lost_ids.append(sequence_id)
         return invalid
-
-    def _keep(self, request: DraftRequest, answer: DraftOutput) -> DraftTokens:
-        assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
-        if answer.probs is not None:
-            self.draft_probs[request.request.sequence_id] = answer.probs
-        return DraftTokens(answer.token_ids, answer.parents)
 
 
 def measured_costs(steps: StepTimes, draft_seconds: Mapping[str, Mapping[int, float]]) -> StepCosts | None:
