@@ -14,6 +14,8 @@ from engine_driver import Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.worker.request_state import RequestState
+from slipstream.worker.spec_decode.ngram import NgramProposer
 from tiny_heads import speculation
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -170,3 +172,24 @@ def test_drafts_take_no_blocks_that_others_were_promised(
         for request in engine.scheduler.live_requests:
             assert len(request.block_ids) <= engine.scheduler.cache.num_blocks_for(request.stop_conditions.max_slots)
     assert engine.error is None and sum(request.num_drafted_tokens for request in requests) > 0
+
+
+def test_the_planner_hears_of_requests_without_drafts(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two finds an n-gram in each step: half of the wanted drafts, and the other's step brings one token."""
+    first: list[int] = []
+
+    def find_for_one(proposer: NgramProposer, request: RequestState, num_drafts: int) -> list[int]:
+        first[:] = first or [request.sequence_id]
+        return [1] * num_drafts if request.sequence_id in first else []
+
+    monkeypatch.setattr(NgramProposer, "_continue", find_for_one)
+    engine = make_engine(tiny_llama, speculation=DRAFTING)
+    planner = engine.scheduler.planner
+    heard: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(planner, "note_found", lambda *told: heard.append(told))
+    for _ in range(2):
+        engine.submit(Request([5, 6, 7, 5, 6], SamplingParams(**GREEDY)))  # type: ignore[arg-type]
+    run_steps(engine, {})
+    both = [found / wanted for method, wanted, found in heard if method == "ngram" and wanted == 10]
+    assert len(both) > 5 and set(both) == {0.5}
+    assert planner._gains["ngram"].expected_tokens(1)[1] < 1.4, "of the others, too, none was accepted"

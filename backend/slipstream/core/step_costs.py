@@ -12,9 +12,7 @@ _MAX_HOST_SECONDS = 0.01  # lower limit of the largest surplus: host time of mod
 _MIN_SURPLUS = -0.5  # relative to the expected seconds
 DECAY = 0.98  # of what was measured of drafts, at each decision against them
 _LEAST_SHARE = 0.25  # of a step's seconds, that short contexts leave
-_PLAIN_SHARE = (
-    0.5  # of the surplus of verifications, where more rows begin to take more; until a plain step is measured
-)
+_PLAIN_SHARE = 0.5  # of the surplus of verifications: what their first row takes, until a plain step is measured
 _NUM_RECENT = 15  # measurements of which the median counts
 _MAX_AGE = 4096  # verifications after which an older measurement at the same load is dropped
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -172,15 +173,11 @@ class Drafting:
         by_id = {request.sequence_id: request for request in step.requests}
         for sequence_id in result.lost_ids:
             by_id[sequence_id].speculation = None
-        planner = self._scheduler.planner
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
-            if not (tokens.token_ids or result.is_behind):
-                planner.observe(budget.method, budget.num_drafts, _NONE_FOUND)
-        if drafts.budgets and not result.is_behind:
-            num_wanted = sum(budget.num_drafts for budget in drafts.budgets)
-            planner.note_found(drafts.budgets[0].method, num_wanted, sum(len(one.token_ids) for one in result.drafts))
+        if not result.is_behind:
+            self._note_found(drafts, result)
 
     def measure(self, step: ScheduledStep, sampled: SampledStep) -> None:
         """Report accepted drafts, and the time since the previous decode step, to the planner."""
@@ -199,6 +196,18 @@ class Drafting:
         self._decoded_at = now if is_decode else 0.0
 
     # ---- parts
+
+    def _note_found(self, drafts: DraftInput, result: DraftResult) -> None:
+        """Report to the planner how many drafts were found. A request without any gets one token, as if none had been
+        accepted."""
+        planner, num_wanted, num_found = self._scheduler.planner, Counter[str](), Counter[str]()
+        for budget, tokens in zip(drafts.budgets, result.drafts):
+            num_wanted[budget.method] += budget.num_drafts
+            num_found[budget.method] += len(tokens.token_ids)
+            if not tokens.token_ids:
+                planner.observe(budget.method, budget.num_drafts, _NONE_FOUND)
+        for method, wanted in num_wanted.items():
+            planner.note_found(method, wanted, num_found[method])
 
     def _goes_on_alike(self, row: ScheduledRequest, head: DrafterInfo) -> bool:
         """Whether the next step of a request certainly has the same number of drafts of this head, verified exactly."""
