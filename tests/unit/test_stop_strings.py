@@ -9,7 +9,7 @@ from slipstream.tokenizer.stop_strings import StopMatcher
 
 
 def make(stops: list[str], include: bool = False) -> StopMatcher:
-    return StopMatcher(stops, WordAutomaton(stops), include)
+    return StopMatcher(stops, WordAutomaton.of_texts(stops), include)
 
 
 def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from types import SimpleNamespace
+
+import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.bad_words import BadWords
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.finish import StopConditions
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.setting_values import MAX_ENTRIES, MAX_ENTRIES_CHARS
 from slipstream.core.word_automaton import ROOT, WordAutomaton
+from slipstream.engine.input_processor import InputProcessor
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 token_ids = st.integers(0, 2)
 words_ids = st.lists(st.lists(token_ids, min_size=1, max_size=5).map(tuple), min_size=1, max_size=6)
@@ -60,3 +69,28 @@ def test_bad_words_ban_what_would_complete_them(words: list[tuple[int, ...]], te
         state = bad.step(state, text[size - 1])
         expected = {word[-1] for word in words if len(word) > 1 and tuple(text[:size][1 - len(word) :]) == word[:-1]}
         assert bad.banned(state) == sorted(expected), "each once: a ban counts twice for a token named twice"
+
+
+def test_a_waiting_request_keeps_little_for_lists_as_long_as_they_may_be() -> None:
+    """What it keeps, a queue of 1,024 requests may keep so often. A character is up to four tokens, and each bad word
+    is encoded twice; siblings have parameters of their own if they report no prompt log-probabilities."""
+    size = MAX_ENTRIES_CHARS // MAX_ENTRIES
+    texts = tuple("".join(chr(0x10000 + 17 * (size * word + i)) for i in range(size)) for word in range(MAX_ENTRIES))
+    words = tuple(tuple((word * 31 + i * i) % 256 for i in range(size)) for word in range(MAX_ENTRIES))
+    params = SamplingParams(
+        stop=texts, stop_words_ids=words, bad_words=texts, bad_words_ids=words, n=2, prompt_logprobs=0
+    )
+    spec = SimpleNamespace(vocab_size=1000, hidden_size=8, eos_token_ids=(0,))
+    processor = InputProcessor(spec, TextTokenizer(toy_tokenizers.byte_level()), StructuredOutputConfig())  # type: ignore[arg-type]
+    processor.prepare(Request([5], SamplingParams(bad_words=("first",))))  # what is made once for all
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = processor.prepare(Request([5], params))
+        gc.collect()
+        num_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    num_ids = sum(map(len, kept[0].params.bad_words_ids))
+    assert num_ids > 8 * MAX_ENTRIES_CHARS, "as many as a client can have"
+    assert num_bytes < 6e6, f"{num_bytes} bytes for {num_ids} bad ids and {MAX_ENTRIES_CHARS} of each other list"

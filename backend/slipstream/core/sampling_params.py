@@ -147,11 +147,11 @@ class SamplingParams:
         return reads_text or any(len(word) > 1 for word in self.bad_words_ids)
 
     @cached_property
-    def stop_automaton(self) -> WordAutomaton[str]:
-        return WordAutomaton(self.stop)
+    def stop_automaton(self) -> WordAutomaton:
+        return WordAutomaton.of_texts(self.stop)
 
     @cached_property
-    def stop_words_automaton(self) -> WordAutomaton[int]:
+    def stop_words_automaton(self) -> WordAutomaton:
         return WordAutomaton(self.stop_words_ids)
 
     @cached_property
@@ -172,6 +172,12 @@ class SamplingParams:
             _ = self.stop_words_automaton
         if self.bad_words_ids:
             _ = self.bad_words_automaton
+
+    def share_automata(self, other: SamplingParams) -> None:
+        """Take those that other has built. Its words are equal."""
+        for name in ("stop_automaton", "stop_words_automaton", "bad_words_automaton"):
+            if name in other.__dict__:
+                self.__dict__[name] = other.__dict__[name]
 
 
 # beams are chosen by the model's own probabilities, and a text is known only when it is chosen

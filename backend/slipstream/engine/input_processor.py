@@ -123,7 +123,7 @@ def expand(request: Request) -> list[Request]:
     siblings_params = request.params
     if siblings_params.prompt_logprobs is not None:
         siblings_params = replace(siblings_params, prompt_logprobs=None, return_context_logits=False)
-        siblings_params.build_automata()
+        siblings_params.share_automata(request.params)
     siblings = [
         Request(
             prompt_token_ids=request.prompt_token_ids,

@@ -19,7 +19,7 @@ class StopMatcher:
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str], automaton: WordAutomaton[str], include_stop: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], automaton: WordAutomaton, include_stop: bool = False) -> None:
         """stops: non-empty strings. automaton: built from stops. include_stop: the stop string is output too."""
         self._stops = stops
         self._automaton = automaton
