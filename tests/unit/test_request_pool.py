@@ -178,6 +178,26 @@ def test_nothing_is_taken_when_the_backend_is_gone(steps: Steps) -> None:
         pool.put(large(3), None, "known of 3")
 
 
+def test_one_that_is_delivered_at_the_end_is_not_left(steps: Steps) -> None:
+    """Delivery has answered it, or made it known to whoever answers: another answer would be the second."""
+    pool = start(steps)
+    pool.put(large(2), None, "known of 2")
+    left: list[int] = []
+    closing = threading.Thread(target=lambda: left.extend(pool.close()))
+    deliver = steps.deliver
+
+    def closed_meanwhile(handle: int, parsed: Any) -> None:
+        closing.start()
+        closing.join(0.2)
+        deliver(handle, parsed)
+
+    steps.deliver = closed_meanwhile  # type: ignore[method-assign]
+    steps.go.set()
+    wait_until(lambda: steps.delivered == [1], "the first to be delivered")
+    closing.join(30)
+    assert left == [2] and steps.delivered == [1] and not steps.ended
+
+
 def test_what_is_left_at_the_end_is_told_and_never_delivered(steps: Steps) -> None:
     pool = start(steps)
     pool.put(large(2), None, "known of 2")

@@ -61,6 +61,7 @@ class RequestPool:
         self._num_bytes = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by handle, the one being read included
         self._reading = -1
+        self._is_delivering = False  # the one being read
         self._changed = threading.Condition()
         self._is_closed = False
         self._worker: threading.Thread | None = None
@@ -121,10 +122,14 @@ class RequestPool:
             return self._changed.wait_for(lambda: not self._entries, timeout)
 
     def close(self) -> list[int]:
-        """Stop reading. Returns the handles of the waiting requests, which the caller answers."""
+        """Stop reading. Returns the handles of the waiting requests, which the caller answers.
+
+        Waits for a delivery under way: a request that is refused there has its answer, one that is started is known.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_delivering)
             handles = list(self._entries)
             for handle in handles:
                 self._remove(handle)
@@ -160,13 +165,17 @@ class RequestPool:
 
     def _finish(self, handle: int, entry: _Entry, parsed: object) -> None:
         """Deliver a read request. Its entry stays until then, so that no cancel is lost on the way to the engine."""
-        was_cancelled = entry.is_cancelled
-        if handle in self._entries and not was_cancelled:
-            self._handler.deliver(handle, parsed)
         with self._changed:
-            is_here = handle in self._entries
-            self._remove(handle)
-            self._reading = -1
+            was_cancelled = entry.is_cancelled
+            self._is_delivering = handle in self._entries and not was_cancelled
+        try:
+            if self._is_delivering:
+                self._handler.deliver(handle, parsed)
+        finally:
+            with self._changed:
+                is_here = handle in self._entries
+                self._remove(handle)
+                self._reading, self._is_delivering = -1, False
         if was_cancelled and is_here:
             self._handler.end(handle, entry.known, FinishReason.CANCELLED)
         elif entry.is_cancelled:
