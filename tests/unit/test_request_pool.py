@@ -223,6 +223,7 @@ def test_one_that_would_have_two_responses_of_a_model_that_may_give_one_does_not
     assert len(encode_unread(known, FinishReason.TIMEOUT)) == given.get("n", 1)
 
 
-def test_parameters_count_too() -> None:
-    raw = wire.Request(1, 0, 0, "", (), (), {"stop": "x" * 5000, "max_tokens": 3})
-    assert num_bytes(raw) == 5000
+@pytest.mark.parametrize(("text", "most"), [("x" * 5000, 5000), ("x" * 4999 + "\U0001f600", 20000)])
+def test_parameters_count_too_by_the_memory_that_they_take(text: str, most: int) -> None:
+    raw = wire.Request(1, 0, 0, "", (), (), {"stop": text, "max_tokens": 3})
+    assert most <= num_bytes(raw) < most + 100

@@ -8,6 +8,7 @@ can be cancelled or expire; one that is being read can be cancelled.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -22,8 +23,11 @@ MAX_INLINE_BYTES = 8192  # of a request that the socket's own thread reads: at m
 
 
 def num_bytes(raw: wire.Request) -> int:
-    """Size of a request's tensors and texts; the cost of reading it grows with this."""
-    texts = sum(len(value) for value in raw.parameters.values() if isinstance(value, str))
+    """Memory of a request's tensors and texts; the cost of reading it grows with this.
+
+    One character outside Unicode's first plane makes a text four bytes a character.
+    """
+    texts = sum(sys.getsizeof(value) for value in raw.parameters.values() if isinstance(value, str))
     return sum(len(tensor.data) for tensor in raw.inputs) + texts
 
 
