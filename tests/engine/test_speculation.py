@@ -14,6 +14,8 @@ from engine_driver import Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.step import ScheduledStep
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.ngram import NgramProposer
 from tiny_heads import speculation
@@ -193,3 +195,33 @@ def test_the_planner_hears_of_requests_without_drafts(tiny_llama: Path, monkeypa
     both = [found / wanted for method, wanted, found in heard if method == "ngram" and wanted == 10]
     assert len(both) > 5 and set(both) == {0.5}
     assert planner._gains["ngram"].expected_tokens(1)[1] < 1.4, "of the others, too, none was accepted"
+
+
+class Recurring(DraftPlanner):
+    """Makes drafts in every second dozen of steps."""
+
+    def num_drafts_of(self, wanted: Speculation) -> int:
+        return 0 if self._num_steps // 12 % 2 else wanted.num_draft_tokens
+
+
+@pytest.mark.parametrize("method", ["ngram", "medusa", "mtp"])
+def test_runs_of_decodes_between_drafts_change_no_text(
+    method: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
+    prompts = [[5, 6, 7, 5, 6], [9, 8, 9, 8], [40, 41, 42, 43, 40]]
+    expected = run_all(make_engine(tiny_llama), prompts, params)
+    config = DRAFTING if method == "ngram" else speculation(method, tiny_llama, tmp_path)
+    engine = make_engine(tiny_llama, scheduler={"overlap_scheduling": "on"}, speculation=config)
+    engine.scheduler.planner = Recurring()
+    steps: list[ScheduledStep] = []
+    schedule = engine.scheduler.schedule
+
+    def noted(admits: bool = True) -> ScheduledStep:
+        steps.append(schedule(admits))
+        return steps[-1]
+
+    monkeypatch.setattr(engine.scheduler, "schedule", noted)
+    told = run_all(engine, prompts, params)
+    assert [one.token_ids for one in told] == [one.token_ids for one in expected]
+    assert sum(step.run is not None for step in steps) > 10 and any(sum(step.num_drafts) for step in steps)

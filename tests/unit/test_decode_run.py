@@ -10,12 +10,14 @@ from itertools import count
 
 import pytest
 from fake_llm import FakeLLM, check_blocks, make_llm
-from slipstream.core.decode_run import DecodeRun
+from slipstream.core.decode_run import DecodeRun, needs_look
 from slipstream.core.kv_groups import KVGroups
-from slipstream.core.request import FinishReason, Request
+from slipstream.core.outputs import StepOutput
+from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.stats import METRICS, MetricKind
+from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.stats import METRICS, Metric, MetricKind
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.step_inputs import StepInputs
 
@@ -102,13 +104,29 @@ def test_none_with_a_request_that_needs_a_look(wants_a_look: dict[str, object]) 
     assert not any(_are_runs(llm, 12))
 
 
-def test_none_with_speculation_or_a_grammar() -> None:
-    for name in ("speculation", "grammar_state"):
-        llm = _ahead()
-        _add(llm, _request(3), special := _request(5))
-        setattr(special, name, object())
-        llm.scheduler.planner.num_drafts = lambda request: 0  # type: ignore[method-assign]
-        assert not any(_are_runs(llm, 12))
+def test_none_with_a_grammar() -> None:
+    llm = _ahead()
+    _add(llm, _request(3), special := _request(5))
+    special.grammar_state = object()
+    assert not any(_are_runs(llm, 12))
+
+
+def test_requests_that_may_draft_are_in_it_until_drafts_are_made() -> None:
+    llm = _ahead()
+    _add(llm, _request(3), special := _request(5))
+    special.speculation = Speculation("ngram", 3, "exact")
+    planner = llm.scheduler.planner = _Fickle()
+    assert _are_runs(llm, 6)[3:] == [True] * 3
+    planner.makes_drafts = True
+    assert not any(_are_runs(llm, 6))
+    planner.makes_drafts = False
+    assert _are_runs(llm, 6)[-1]
+    special.draft_token_ids = [1]  # left from before
+    assert needs_look(special, lambda wanted: False)
+    _add(llm, other := _request(4))
+    other.speculation = Speculation("mtp", 2, "exact")
+    special.draft_token_ids = []
+    assert all(_are_runs(llm, 3)), "one that joins and does not draft either"
 
 
 def test_a_step_of_a_run_looks_at_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +152,31 @@ def test_what_ended_requests_stop_at_is_looked_for_no_more() -> None:
 # ---- it is the same
 
 
+class _Fickle(DraftPlanner):
+    """Makes drafts now and then, whatever they bring."""
+
+    makes_drafts = False
+
+    def num_drafts_of(self, wanted: Speculation) -> int:
+        return wanted.num_draft_tokens if self.makes_drafts else 0
+
+
+def _land_with_drafts(llm: FakeLLM, step: ScheduledStep, sampled: list[list[int]]) -> list[StepOutput]:
+    """`FakeLLM._land` where the planner decides who drafts, as in the engine."""
+    outputs = list(llm.scheduler.commit(step, sampled))
+    for request, samples in zip(step.requests, step.samples):
+        is_known = request.num_computed_tokens == request.num_tokens - 1
+        if (
+            samples
+            and request.status is RequestStatus.RUNNING
+            and is_known
+            and llm.scheduler.planner.num_drafts(request)
+        ):
+            request.draft_token_ids = llm._draft(request.token_ids, request.seed)
+    llm.take(outputs)
+    return outputs
+
+
 @dataclass
 class _Told:
     """What is to be the same: messages by step, outputs, requests, counters and observations."""
@@ -146,8 +189,9 @@ class _Told:
     num_preemptions: int = 0
 
 
-def _live(seed: int, num_ahead: int, windows: bool) -> _Told:
-    """Requests come, are cancelled, end by tokens and lengths, and are preempted where blocks are short.
+def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False) -> _Told:
+    """Requests come, are cancelled, end by tokens and lengths, and are preempted where blocks are short. drafts: most
+    may draft, and do now and then.
 
     From some seeds on many come, with priorities, and now and then one that needs a look."""
     dice, told = random.Random(seed), _Told()
@@ -155,6 +199,9 @@ def _live(seed: int, num_ahead: int, windows: bool) -> _Told:
     groups = KVGroups(1, 1, 8, max_step_tokens=24) if windows else KVGroups()
     llm = _ahead(num_ahead, num_blocks=dice.choice([30, 45, 90]), groups=groups, max_num_batched_tokens=24)
     requests: list[Request] = []
+    if drafts:
+        llm.num_drafts, llm.num_right, llm.scheduler.planner = 3, 1, _Fickle()
+        llm._land = partial(_land_with_drafts, llm)  # type: ignore[method-assign]
     inputs = StepInputs(has_windows=windows)
     schedule = llm.scheduler.schedule
 
@@ -168,6 +215,10 @@ def _live(seed: int, num_ahead: int, windows: bool) -> _Told:
     for _ in range(250):
         if dice.random() < rate:
             requests += _add(llm, _any_request(dice, has_special and dice.random() < 0.05))
+            if drafts and dice.random() < 0.8:
+                requests[-1].speculation = Speculation("ngram", dice.choice([2, 3]), "exact")
+        if drafts and dice.random() < 0.08:
+            llm.scheduler.planner.makes_drafts = not llm.scheduler.planner.makes_drafts  # type: ignore[attr-defined]
         if dice.random() < 0.03 and (live := list(llm.scheduler.live_requests)):
             output = llm.scheduler.finish(dice.choice(live), FinishReason.CANCELLED)
             assert output is not None
@@ -222,6 +273,22 @@ def test_steps_and_outputs_are_those_without_runs(
     monkeypatch.setattr(DecodeRun, "after", classmethod(lambda *arguments: None))
     without = _live(seed, num_ahead, windows)
     assert with_runs.num_runs > 20 and without.num_runs == 0
+    for name in ("steps", "outputs", "states", "stats", "num_preemptions"):
+        assert getattr(with_runs, name) == getattr(without, name), name
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_drafted_between_runs_is_the_same_without_them(
+    seed: int, num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
+    with_runs = _live(seed, num_ahead, windows=False, drafts=True)
+    monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
+    monkeypatch.setattr(DecodeRun, "after", classmethod(lambda *arguments: None))
+    without = _live(seed, num_ahead, windows=False, drafts=True)
+    assert with_runs.num_runs > 5 and without.num_runs == 0
+    assert sum(with_runs.stats[Metric.ACCEPTED_TOKENS]) > 5
     for name in ("steps", "outputs", "states", "stats", "num_preemptions"):
         assert getattr(with_runs, name) == getattr(without, name), name
 

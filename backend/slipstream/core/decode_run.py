@@ -1,8 +1,9 @@
 """Decodes that go on: all running requests, step after step, each with one token, no drafts and nothing to decide.
 
 Engine thread. The scheduler looks at each request of a first step; the steps after it only count. Requests join when
-their prompts are computed and leave when they end; only these are looked at. A run is over when blocks are short, or
-when one joins whose drafts, grammar or stop words have to be looked at in every step. Knows no queues and no tensors.
+their prompts are computed and leave when they end; only these are looked at. A run is over when blocks are short, when
+one joins whose grammar or stop words have to be looked at in every step, or when drafts are to be made for one of them.
+Knows no queues and no tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from slipstream.core.latencies import note_decodes, note_lengths
 from slipstream.core.outputs import DecodedTokens, StepOutputs
 from slipstream.core.queue_order import SortKey
 from slipstream.core.request import FinishReason, Request, RequestTimes
+from slipstream.core.speculation import Speculation
 from slipstream.core.stats import Stats
 from slipstream.core.step import ScheduledStep
 
 _LOOKS = 2  # steps that look, before a run is worth making
 _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
+MayDraft = Callable[[Speculation], bool]  # whether drafts are made in this step for requests with these settings
 
 T = TypeVar("T")
 
@@ -50,10 +53,15 @@ class DecodeRun:
     """requests: of a scheduled step, in which each of them has decoded. prefills: that run and do not decode yet.
 
     num_gone: requests that have ended otherwise than by their length, so that a step in flight may have rows of them.
+    speculations: different ones of its requests, for none of which drafts are made.
     """
 
-    def __init__(self, requests: Iterable[Request], prefills: Sequence[Request], cache: KVCacheManager) -> None:
+    def __init__(
+        self, requests: Iterable[Request], prefills: Sequence[Request], cache: KVCacheManager, may_draft: MayDraft
+    ) -> None:
         self._cache = cache
+        self._may_draft = may_draft
+        self.speculations: dict[tuple[str, int], Speculation] = {}
         self._requests: list[Request] = []  # these lists are replaced when they change: steps in flight have them, too
         self._token_ids: list[list[int]] = []
         self._times: list[RequestTimes] = []
@@ -71,18 +79,23 @@ class DecodeRun:
 
     @classmethod
     def after(
-        cls, step: ScheduledStep, running: Sequence[Request], prefills: Sequence[Request], cache: KVCacheManager
+        cls,
+        step: ScheduledStep,
+        running: Sequence[Request],
+        prefills: Sequence[Request],
+        cache: KVCacheManager,
+        may_draft: MayDraft,
     ) -> DecodeRun | None:
         """The run of the steps after one that has looked, whose rows are decodes so far. None if a running request
         has neither decoded nor is one of the prefills nor waits for its end or for loads."""
         if len(step.requests) + len(prefills) < len(running):
             known = {request.sequence_id for request in chain(step.requests, prefills)}
             others = [request for request in running if request.sequence_id not in known]
-            if not all(request.awaits_loads or _is_at_length(request) for request in others):
+            if not all(request.awaits_loads or _is_at_length(request, may_draft) for request in others):
                 return None
             loading = [request for request in others if request.awaits_loads]
             prefills = sorted([*prefills, *loading], key=_sort_key) if loading else prefills
-        return cls(step.requests, prefills, cache)
+        return cls(step.requests, prefills, cache, may_draft)
 
     def start(self, request: Request) -> None:
         """It runs from now on, with a prompt to compute."""
@@ -107,6 +120,8 @@ class DecodeRun:
     def schedule(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> bool:
         """Schedule a token of each request; append to `prefills` the others that run and wait for no loads. False,
         without a row, if tokens or blocks are short, or one that joins needs a look."""
+        if self.speculations and any(map(self._may_draft, self.speculations.values())):
+            return False
         ready = [request for request in self._prefills if not request.awaits_loads] if self._prefills else []
         joined = [request for request in ready if _num_missing(request) == 1]
         if joined:
@@ -184,7 +199,7 @@ class DecodeRun:
     def _are_alike(self, joining: list[Request]) -> bool:
         """Whether these may join: no one `needs_look`, and the last token of each is of the same step as that of all
         others. What is left of a prompt may be one token, too, behind which another request has the first token."""
-        if any(map(needs_look, joining)):
+        if any(needs_look(request, self._may_draft) for request in joining):
             return False
         first = self._requests[0] if self._requests else joining[0]
         num_pending, last_ns = first.num_output_placeholders, first.times.last_token_ns
@@ -199,8 +214,10 @@ class DecodeRun:
         self._requests, self._token_ids, self._times = self._requests[:], self._token_ids[:], self._times[:]
         size = self._cache.block_size
         for request in requests:
-            if _is_at_length(request):
+            if _is_at_length(request, self._may_draft):
                 continue
+            if (wanted := request.speculation) is not None:
+                self.speculations[wanted.method, wanted.num_draft_tokens] = wanted
             index = bisect_left(self._requests, request.sort_key, key=_sort_key)
             self._requests.insert(index, request)
             self._token_ids.insert(index, request.token_ids)
@@ -259,8 +276,9 @@ class DecodeRun:
 class DecodeRuns:
     """The run of now, if there is one; it is made and dropped here."""
 
-    def __init__(self, cache: KVCacheManager) -> None:
+    def __init__(self, cache: KVCacheManager, may_draft: MayDraft) -> None:
         self._cache = cache
+        self._may_draft = may_draft
         self._run: DecodeRun | None = None
         self._num_looks = 0  # steps without drafts since the last run
         self._special: Request | None = None  # one of the running requests that needs a look
@@ -285,11 +303,12 @@ class DecodeRuns:
     def note_look(self, step: ScheduledStep, running: Sequence[Request], prefills: Sequence[Request]) -> None:
         """step: of decodes without drafts, at each of which the scheduler has looked."""
         self._num_looks += 1
-        if self._num_looks < _LOOKS or (self._special is not None and needs_look(self._special)):
+        may_draft = self._may_draft
+        if self._num_looks < _LOOKS or (self._special is not None and needs_look(self._special, may_draft)):
             return
-        self._special = next(filter(needs_look, step.requests), None)
+        self._special = next((request for request in step.requests if needs_look(request, may_draft)), None)
         if self._special is None:
-            self._run = DecodeRun.after(step, running, prefills, self._cache)
+            self._run = DecodeRun.after(step, running, prefills, self._cache, may_draft)
 
     def commit(
         self,
@@ -306,15 +325,16 @@ class DecodeRuns:
         return rows.run.commit(rows, sampled_token_ids, now_ns, stats, leave), len(rows.requests)
 
 
-def needs_look(request: Request) -> bool:
+def needs_look(request: Request, may_draft: MayDraft) -> bool:
     """Whether drafts, a grammar or stop words have to be looked at in every step, or its last token is waited for."""
-    is_special = request.speculation is not None or request.grammar_state is not None
+    drafts = request.speculation is not None and (bool(request.draft_token_ids) or may_draft(request.speculation))
+    is_special = drafts or request.grammar_state is not None
     return is_special or request.stop_conditions.has_words or not request.ahead_limit
 
 
-def _is_at_length(request: Request) -> bool:
+def _is_at_length(request: Request, may_draft: MayDraft) -> bool:
     """Whether the commit of what is in flight will end it by its length."""
-    if needs_look(request) or not request.num_output_placeholders:
+    if needs_look(request, may_draft) or not request.num_output_placeholders:
         return False
     return len(request.token_ids) + request.num_output_placeholders >= request.stop_conditions.max_len
 

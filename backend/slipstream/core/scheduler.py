@@ -65,7 +65,7 @@ class Scheduler:
         self.admission = Admission(config, cache, max_model_len)
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
-        self._runs = DecodeRuns(cache)
+        self._runs = DecodeRuns(cache, lambda wanted: self.planner.num_drafts_of(wanted) > 0)
         self._num_added = 0
         self.prefill_budget = prefill_budget or PrefillBudget.of(config)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out

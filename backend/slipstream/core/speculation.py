@@ -217,9 +217,10 @@ class DraftPlanner:
 
     def num_drafts(self, request: Request) -> int:
         """Max number of drafts of this request in this step."""
-        wanted = request.speculation
-        if wanted is None:
-            return 0
+        return 0 if request.speculation is None else self.num_drafts_of(request.speculation)
+
+    def num_drafts_of(self, wanted: Speculation) -> int:
+        """The same of any request with these settings."""
         most = wanted.num_draft_tokens
         if most > self._max_drafts:
             most = self._max_drafts

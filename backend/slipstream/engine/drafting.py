@@ -142,6 +142,9 @@ class Drafting:
     ) -> DraftInput | None:
         """The worker's draft input after a committed step; None if no request drafts. token_ids: the new tokens of each
         request."""
+        run = in_flight.step.run
+        if run is not None and len(run.requests) == len(in_flight.step.requests) and not self._heads:
+            return None  # no drafts are made for a run, and proposers hear of its tokens when some are
         budgets, concerned, computed = [], [], []
         for index, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
             request = row.request
