@@ -85,6 +85,27 @@ def test_a_load_that_is_interrupted_ends_its_ranks(tiny_llama: Path, monkeypatch
     assert not children_of(os.getpid(), "slow_loader")
 
 
+def test_a_signal_that_does_not_end_a_wait_is_noticed() -> None:
+    """One that comes just before the wait does not, nor one that another thread of the process is given, as here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread, may_end = OwnThread(), threading.Event()
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread.run(lambda: may_end.wait(PATIENCE_S))
+        with pytest.raises(TimeoutError, match="of the call"):
+            thread.run(lambda: raise_timeout(may_end.set()))
+    finally:
+        may_end.set()
+        signal.signal(signal.SIGINT, before)
+    thread.close(list, 0.0)
+
+
+def raise_timeout(_: object) -> None:
+    raise TimeoutError("of the call")
+
+
 def test_calls_of_a_thread_end_in_order_with_what_they_return_or_raise() -> None:
     thread, order = OwnThread(), []
 

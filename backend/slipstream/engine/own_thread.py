@@ -10,11 +10,14 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import TimeoutError as WaitTimeoutError
 from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+_WAIT_S = 1.0  # at most, until Ctrl-C is noticed
 
 
 class OwnThread:
@@ -36,6 +39,9 @@ class OwnThread:
             self._underway.add(future)
         self._calls.put((call, future))
         try:
+            while not future.done():  # Python handles a signal that came just before a wait when the wait ends
+                with suppress(WaitTimeoutError):
+                    future.exception(_WAIT_S)
             return future.result()
         finally:
             with self._lock:
