@@ -142,7 +142,7 @@ def test_accepted_drafts_go_to_their_own_requests(indices: list[int] | None, has
     entries = {request.sequence_id: _logprobs(0, 3) for request in requests[:2]}
     found = sampled_step(InFlightStep(1, step, indices=indices), StepResult(drawn, masks, entries))
     tokens = [[1, 1], [100 * places[1]], [21, 22, 100 * places[2] + 2]]
-    rows = {0: [0, 1], 1: [0], 2: [0, 1, 2]}
+    rows = {0: (0, 1), 1: (0,), 2: (0, 1, 2)}
     ids = {requests[0].sequence_id: [0, 1], requests[1].sequence_id: [0]}
     if has_ended:
         tokens[1] = []
@@ -157,7 +157,7 @@ def test_a_verification_beside_prompts_and_plain_decodes() -> None:
     rows = [(plain, True, 0), (prompt, False, 0), (drafting, True, 1)]
     step = ScheduledStep.of([ScheduledRequest(one, 3, 1 + count, samples, count) for one, samples, count in rows])
     found = sampled_step(InFlightStep(1, step), StepResult([50, 60, 61], [1, 0, 0b11]))
-    assert found.token_ids == [[50], [], [4, 61]] and found.accepted_rows == {2: [0, 1]}
+    assert found.token_ids == [[50], [], [4, 61]] and found.accepted_rows == {2: (0, 1)}
 
 
 def test_who_waits_for_blocks_of_its_own_again_is_told_to_the_worker_with_its_next_step() -> None:
