@@ -21,8 +21,8 @@ MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one s
 class NgramIndex:
     """The last position of each n-gram of `shortest` to `longest` tokens in a text that only grows.
 
-    An n-gram's key is one number, 32 bits a token, the last token first: that of one more token is made from it, in a
-    third of the time that a tuple takes. Each size has a dictionary of its own.
+    An n-gram's key is one number, 32 bits a token, the last token first: that of one more token is made from it. Each
+    size has a dictionary of its own.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
