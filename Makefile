@@ -55,7 +55,7 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
 test: assemble encoders
 	$(if $(ARGS),exec $(PY) -m pytest --require-server $(ARGS))
-	status=0 cores=$$(nproc)
+	status=0 cores=$$(env -u OMP_NUM_THREADS nproc)  # nproc takes that variable for the number of cores
 	$(PY) -m pytest --require-server -n $$(( (cores < 7 ? cores : 7) + 1 )) $(BY_FILE) --sample-cases $(LOCAL:%=tests/%) || status=$$?
 	$(PY) -m pytest --require-server $(RERUN) -n $$(( (cores < 3 ? cores : 3) + 2 )) $(BY_FILE) -m 'not alone' tests $(LOCAL:%=--ignore=tests/%) || status=$$?
 	$(PY) -m pytest --require-server $(RERUN) -m alone $$(grep -rl --include='test_*.py' 'mark[.]alone' tests) || status=$$?
