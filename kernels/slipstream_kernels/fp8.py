@@ -9,7 +9,8 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
-MAX_SUMMED_ROWS = 128  # more rows have no activation sums: the kernels of so many take none
+SUM_TILE_ROWS = 128  # whose activation sums lie together
+MAX_SUMMED_ROWS = 256  # more rows have no activation sums: the kernels of so many take none
 TILE_ROWS = 128  # of cuBLASLt's products of more rows than that
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
@@ -56,8 +57,8 @@ class Fp8Rows:
     read them.  dtype: of the unquantised rows and of products.
     num_rows is num_tokens; with groups it is padded to a multiple of 4 (cuBLAS reads 16 bytes of scales), and the
     padding is undefined.
-    activation_sums: [size / sum_columns, MAX_SUMMED_ROWS] fp32: the sum of the values of each group of columns of each
-    row, undefined from num_rows on; None if not requested or if there are more rows.
+    activation_sums: [tiles of rows, size / sum_columns, SUM_TILE_ROWS] fp32: the sum of the values of each group of
+    columns of each row, undefined from num_rows on; None if not requested or if there are more than MAX_SUMMED_ROWS.
     padded: values and scales with the undefined rows that are allocated after them, up to a multiple of TILE_ROWS. A
     product of all of them is faster than one that ends inside a tile. None if there are none.
     """
@@ -79,20 +80,24 @@ def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor
     """Uninitialised rows on the device of `like`, for activations of its dtype."""
     num_rows = padded_rows(num_tokens, scheme)
     if like.is_cuda and num_tokens > TILE_ROWS and num_tokens % TILE_ROWS and not scheme.group_size:
-        return _rows_of_whole_tiles(num_tokens, size, like)
+        return _rows_of_whole_tiles(num_tokens, size, scheme, like)
     values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
     scales = torch.empty((scheme.num_groups(size), num_rows), dtype=torch.float32, device=like.device)
     columns = scales.view(num_rows, 1) if scales.shape[0] == 1 else scales.t()
-    sums = None
-    if scheme.sum_columns and num_tokens <= MAX_SUMMED_ROWS:
-        sums = torch.empty((size // scheme.sum_columns, MAX_SUMMED_ROWS), dtype=torch.float32, device=like.device)
-    return Fp8Rows(values, columns, like.dtype, num_tokens, sums)
+    return Fp8Rows(values, columns, like.dtype, num_tokens, _empty_sums(num_tokens, size, scheme, like))
 
 
-def _rows_of_whole_tiles(num_tokens: int, size: int, like: torch.Tensor) -> Fp8Rows:
-    """More rows than have activation sums, with a scale each."""
+def _empty_sums(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor) -> torch.Tensor | None:
+    if not scheme.sum_columns or num_tokens > MAX_SUMMED_ROWS:
+        return None
+    shape = (-(-num_tokens // SUM_TILE_ROWS), size // scheme.sum_columns, SUM_TILE_ROWS)
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _rows_of_whole_tiles(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor) -> Fp8Rows:
+    """With a scale each."""
     num_rows = num_tokens + -num_tokens % TILE_ROWS
     values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=like.device)
-    padded = (values, scales)
-    return Fp8Rows(values[:num_tokens], scales[:num_tokens], like.dtype, num_tokens, padded=padded)
+    sums = _empty_sums(num_tokens, size, scheme, like)
+    return Fp8Rows(values[:num_tokens], scales[:num_tokens], like.dtype, num_tokens, sums, padded=(values, scales))

@@ -29,7 +29,7 @@ def parts(rows: Activation) -> list[torch.Tensor]:
     if isinstance(rows, torch.Tensor):
         return [rows]
     count = rows.num_tokens
-    sums = [] if getattr(rows, "activation_sums", None) is None else [rows.activation_sums[:, :count]]
+    sums = [] if getattr(rows, "activation_sums", None) is None else [rows.activation_sums[0, :, :count]]
     return [rows.values[:count].float(), rows.scales[:count], *sums]
 
 

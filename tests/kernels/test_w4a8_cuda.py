@@ -40,7 +40,7 @@ def test_every_variant_of_few_tokens(sizes: tuple[int, int], group_size: int) ->
         weight = weight_of(*sizes, group_size, has_zeros)
         repacked, dense = w4a8_layout.repack(weight), ops.dequantize_int4(weight)
         bias = torch.randn(sizes[0], device="cuda").to(dtype) if has_zeros else None
-        for num_tokens in (1, 8, 15, 31, 33, 48, 64, 65, 97, 128):
+        for num_tokens in (1, 8, 15, 31, 33, 48, 64, 65, 97, 128, 129, 200, 256):
             rows = rows_of(num_tokens, weight, dtype)
             found = list(mixed_gemm_w4a8.candidates(num_tokens, repacked, rows.values.device))
             assert rows.activation_sums is not None
@@ -88,15 +88,18 @@ def test_without_cutlass_rows_are_multiplied_64_at_a_time(num_tokens: int, monke
 
 
 @needs_hopper
-@pytest.mark.parametrize(("out_features", "in_features"), [(4096, 1024), (6144, 4096), (4096, 14336), (512, 128)])
-def test_up_to_128_rows_of_narrow_outputs_are_exact(out_features: int, in_features: int) -> None:
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "most"),
+    [(4096, 1024, 128), (8192, 4096, 128), (512, 128, 128), (4096, 14336, 256), (512, 1280, 256)],
+)
+def test_up_to_256_rows_of_narrow_outputs_are_exact(out_features: int, in_features: int, most: int) -> None:
     weight = weight_of(out_features, in_features, 128, True)
     repacked, dense = ops.repack_int4(weight, for_fp8_rows=True), ops.dequantize_int4(weight)
-    for num_tokens in (65, 96, 100, 128):
+    for num_tokens in (65, 96, 100, 128, 129, 200, 256)[: 4 if most == 128 else 7]:
         assert mixed_gemm_w4a8.serves(num_tokens, repacked)
         rows = rows_of(num_tokens, weight)
         assert relative_error(ops.int4_mm(rows, repacked), rows, dense, None) < 4e-3, num_tokens
-    assert not mixed_gemm_w4a8.serves(129, repacked)
+    assert not mixed_gemm_w4a8.serves(most + 1, repacked)
 
 
 @needs_hopper

@@ -89,7 +89,7 @@ def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
 )
 def test_what_was_measured_is_chosen(sizes: tuple[int, int], expected: tuple[int, int]) -> None:
     for num_tokens in (8, 32, 64):
-        assert choose(num_tokens, sizes, lambda variant: AT_ONCE[variant.splits]) == (num_tokens, *expected)
+        assert choose(num_tokens, sizes, lambda variant: AT_ONCE[variant.splits]) == (num_tokens, *expected, 1)
 
 
 @pytest.mark.parametrize("sizes", [(4096, 4096), (6144, 4096), (4096, 14336), (5120, 13696), (16, 128)])
@@ -103,7 +103,25 @@ def test_more_rows_go_where_outputs_are_narrow(sizes: tuple[int, int]) -> None:
         assert sizes[0] // 16 <= AT_ONCE[variant.splits] * 4 * variant.warpgroups_m
         assert choose(num_tokens, (28672, 4096), at_once) is None
         assert choose(num_tokens, sizes, lambda _: 0) is None
-    assert choose(129, sizes, at_once) is None
+
+
+@pytest.mark.parametrize("sizes", [(4096, 14336), (3584, 18944), (2048, 8192), (16, 128)])
+def test_up_to_256_rows_go_where_outputs_are_narrow_and_sums_long(sizes: tuple[int, int]) -> None:
+    """Two tiles of 128 tokens: each has half of the clusters."""
+
+    def at_once(variant: Variant) -> int:
+        return AT_ONCE[variant.splits]
+
+    for num_tokens in (129, 200, 256):
+        variant = choose(num_tokens, sizes, at_once)
+        if sizes[1] // 128 < 2:
+            assert variant is None  # too few features for a cluster
+            continue
+        assert variant is not None and (variant.columns, variant.token_tiles) == (128, 2)
+        assert sizes[0] // 16 <= AT_ONCE[variant.splits] // 2 * 4 * variant.warpgroups_m
+        for other in ((4096, 4096), (5120, 13824), (28672, 4096)):
+            assert choose(num_tokens, other, at_once) is None
+    assert choose(257, sizes, at_once) is None
 
 
 def test_rows_and_weights_of_different_kinds_are_refused() -> None:

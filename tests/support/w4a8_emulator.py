@@ -21,13 +21,13 @@ def few_rows(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> to
     """mixed_gemm_w4a8: fp32 sums of groups, with the zero point times the sum of activations, scaled."""
     assert rows.activation_sums is not None
     sums, groups = torch.zeros(rows.num_tokens, weight.out_features), weight.scales.shape[2]
+    activation_sums = rows.activation_sums.transpose(0, 1).flatten(1)[:, : rows.num_tokens, None]
     for block, tile, features in _tiles(weight):
         a, of_rows = operands(weight, block, tile), _packed_scales(weight, block, tile)
         for group, packed in enumerate(of_rows.unbind(1)):
             local = slice(group * BLOCK // groups, (group + 1) * BLOCK // groups)
             parts = rows.values[:, block * BLOCK :][:, local].float() @ a[:, local].t()
-            activation_sum = rows.activation_sums[block * groups + group, : rows.num_tokens, None]
-            sums[:, features] += _half(packed) * (parts + _half(packed >> 16) * activation_sum)
+            sums[:, features] += _half(packed) * (parts + _half(packed >> 16) * activation_sums[block * groups + group])
     return _finish(sums, rows, weight, bias)
 
 

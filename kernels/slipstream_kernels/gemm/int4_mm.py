@@ -31,8 +31,8 @@ def int4_mm(
     bias: [out_features], any float dtype.
     Codes less zero-points are exact in every type of product; group scales are applied to sums in fp32, or to weights
     in x's dtype.  FP8 sums leave the tensor core for fp32 at least every 128 input features.  Except: more than 64 FP8
-    rows (128 of few output features) and a repacked weight, whose (code - zero) * scale is rounded to e4m3 (2 to 3 % of
-    a result's norm).
+    rows (128 or 256 of few output features) and a repacked weight, whose (code - zero) * scale is rounded to e4m3 (2 to
+    3 % of a result's norm).
     backend: "cuda" is what a repacked weight of a GPU is multiplied by.
     """
     _check_rows(x, weight.in_features)

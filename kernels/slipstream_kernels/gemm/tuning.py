@@ -121,8 +121,9 @@ class Tuning:
     """uses: the kernels of every format.  The rest orders the variants of one kernel.
 
     mixed_gemm: (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit.
-    mixed_gemm_w4a8: (warpgroups_m, splits, least, most blocks of 128 input features), likewise; narrow_features: of
-    more than 64 rows only weights of up to so many output features are multiplied there.
+    mixed_gemm_w4a8: (warpgroups_m, splits, least, most blocks of 128 input features) of up to so many tokens, likewise;
+    narrow_features: more than 64 rows, up to so many, are multiplied there with weights of up to so many output
+    features, and of so many times as many input features or more.
     mixed_gemm_w4a16: (most tokens of a tile, warpgroups_m, splits, least, most blocks) of up to so many rows, likewise;
     small_weights: of up to so many rows, weights of up to so many numbers are not multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
@@ -133,7 +134,7 @@ class Tuning:
     uses: Table
     mixed_gemm: Mapping[int, tuple[tuple[int, int], ...]]
     mixed_gemm_w4a8: Mapping[int, tuple[tuple[int, int, int, int], ...]]
-    narrow_features: int
+    narrow_features: Mapping[int, tuple[int, float]]
     mixed_gemm_w4a16: Mapping[int, tuple[tuple[int, int, int, int, int], ...]]
     small_weights: Mapping[int, int]
     narrow_tile_costs: Mapping[str, float]
@@ -267,8 +268,11 @@ H200 = Tuning(
             (2, 1, 1, MANY_BLOCKS),
         ),
         128: ((1, 2, 1, MANY_BLOCKS), (1, 1, 1, 64), (2, 2, 1, MANY_BLOCKS)),
+        256: ((1, 2, 1, MANY_BLOCKS), (2, 2, 1, MANY_BLOCKS)),
     },
-    narrow_features=6144,
+    # What 66 clusters of two CTAs have at once, and half of it.  8192 x 28672 at 128 rows 101 us, by CUTLASS 130; 4096
+    # x 14336 at 200 rows 59 and 70, but 5120 x 13824 93 and 69, 4096 x 4096 24 and 22.
+    narrow_features={128: (8448, 0.0), 256: (4224, 2.5)},
     mixed_gemm_w4a16={
         32: ((32, 1, 2, 1, MANY_BLOCKS), (32, 1, 1, 1, MANY_BLOCKS), (32, 2, 1, 1, MANY_BLOCKS)),
         48: (

@@ -99,7 +99,8 @@ struct MixedGemmEpilogue {
     if constexpr (SHAPE::kIsE4m3) {
       const int token = threadIdx.x;
       if (token >= SHAPE::kColumns) return;
-      copy_async_or_zero<4>(memory.token_scales(pass) + 4 * token, p.token_scale + token, token < p.num_tokens);
+      const float* scales = p.token_scale + work.first_token;
+      copy_async_or_zero<4>(memory.token_scales(pass) + 4 * token, scales + token, token < work.num_tokens);
     }
   }
 

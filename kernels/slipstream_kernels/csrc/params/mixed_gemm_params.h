@@ -12,7 +12,7 @@ struct MixedGemmParams {
   const void* group_scales;       // 4 bits: packed words of scale and zero point, a row and group each
   const float* channel_scale;     // [out_features]
   const float* token_scale;       // W4A8: [num_tokens]
-  float* activation_sums;         // W4A8: [groups of input features][128 tokens]; W4A16: a workspace (mixed_gemm_load.cuh)
+  float* activation_sums;         // W4A8: [tiles of tokens][groups of input features][128]; W4A16: a workspace (mixed_gemm_load.cuh)
   const void* bias;               // [out_features] of the result's type, or null
   void* permuted_x;               // W4A16: a workspace for x with the features of each 32 in the order of the products
   void* out;                      // [num_tokens, out_features, or half of them if gated]

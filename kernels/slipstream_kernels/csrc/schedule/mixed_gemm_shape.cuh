@@ -19,8 +19,8 @@ struct MixedGemmShape {
   using Format = FORMAT;
   using Operand = typename FORMAT::Operand;
   static constexpr bool kIsScaledInside = FORMAT::kIsScaledInside;
-  // Rows of e4m3 have scales, and results of a type of their own; all are one tile of tokens.
-  static constexpr bool kIsE4m3 = sizeof(Operand) == 1, kHasTokenTiles = !kIsE4m3;
+  // Rows of e4m3 have scales, and results of a type of their own. Those of the most tokens alone may be several tiles.
+  static constexpr bool kIsE4m3 = sizeof(Operand) == 1, kHasTokenTiles = !kIsE4m3 || COLUMNS == 128;
   static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // tokens of a tile; sums of a thread
   // Scaling inside keeps the sums of a group beside those of all groups: of more than 64 tokens they need the registers of
   // two warpgroups less.
@@ -44,7 +44,7 @@ struct MixedGemmShape {
   static constexpr int kSlabs = sizeof(Operand);               // of 128 bytes of a token's block
   static constexpr int kTokenBytes = kSlabs * COLUMNS * 128;   // of a block, swizzled
   static constexpr int kBlockBytes = kTiles * (FORMAT::kTileBytes + FORMAT::kScaleBytes);
-  // Activation sums of a block: those of a group follow each other, for e4m3 rows of the most tokens.
+  // Activation sums of a block: those of a group follow each other, for e4m3 rows of the most tokens of a tile.
   static constexpr int kSumTokens = kIsE4m3 ? 128 : COLUMNS;
   static constexpr int kActivationSumBytes = kIsScaledInside ? 4 * kSumTokens * FORMAT::kGroups : 0;
   static constexpr int kWeightOffset = kBlocks * kTokenBytes;

@@ -168,9 +168,16 @@ def fits(sizes: tuple[int, int], variant: Variant, at_once: int) -> bool:
     return -(-sizes[0] // TILE // clusters) <= 4 * variant.warpgroups_m
 
 
-def clusters_along_m(out_features: int, variant: Variant, at_once: int) -> int:
+def clusters_along_m(out_features: int, variant: Tiled, at_once: int) -> int:
     """Clusters that divide the output features; 0: the device cannot run the variant."""
     return min(at_once // variant.token_tiles, out_features // TILE)
+
+
+class Tiled(Protocol):
+    """Variants of several tiles of tokens."""
+
+    @property
+    def token_tiles(self) -> int: ...
 
 
 class Sizes(Protocol):

@@ -14,7 +14,7 @@ from slipstream_kernels.cuda.build import load
 from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, Format, MixedGemmParams, clusters_at_once
+from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, Format, MixedGemmParams, clusters_along_m, clusters_at_once
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
     BLOCK,
     COLUMNS,
@@ -27,7 +27,7 @@ from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
     WARPGROUPS_M,
     Variant,
     choose,
-    columns_of,
+    tiles_of,
 )
 from slipstream_kernels.integer import Int4Weight
 
@@ -80,8 +80,8 @@ def mixed_gemm_w4a8(
         in_features=weight.in_features,
         warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
-        num_clusters=min(at_once(variant), weight.out_features // TILE),
-        token_tiles=1,
+        num_clusters=clusters_along_m(weight.out_features, variant, at_once(variant)) * variant.token_tiles,
+        token_tiles=variant.token_tiles,
         is_channelwise=weight.scales.shape[0] == 1,
         out_is_half=out.dtype == torch.float16,
         is_dependent=launches_dependently(device),
@@ -99,15 +99,15 @@ def serves(num_tokens: int, weight: Int4Weight) -> bool:
 
 def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Iterator[Variant]:
     """The variants that can run."""
-    tiles = weight.out_features // TILE
-    columns, weight_format = columns_of(num_tokens), format_of(torch.bfloat16, weight.scales.shape[2])
+    tiles, (columns, token_tiles) = weight.out_features // TILE, tiles_of(num_tokens)
+    weight_format = format_of(torch.bfloat16, weight.scales.shape[2])
     limit = MAX_WARPGROUPS_M if columns <= MAX_TOKENS else MAX_WIDE_WARPGROUPS_M
     for warpgroups_m in (count for count in WARPGROUPS_M if count <= limit):
         for splits in SPLITS:
-            variant = Variant(columns, warpgroups_m, splits)
-            at_once = clusters_at_once(device, weight_format, variant)
-            if not at_once or splits > weight.in_features // BLOCK:
+            variant = Variant(columns, warpgroups_m, splits, token_tiles)
+            clusters = clusters_along_m(weight.out_features, variant, clusters_at_once(device, weight_format, variant))
+            if not clusters or splits > weight.in_features // BLOCK:
                 continue
-            tiles_of_cluster = -(-tiles // min(at_once, tiles))
+            tiles_of_cluster = -(-tiles // clusters)
             if tiles_of_cluster <= GROUP_TILES * warpgroups_m or (warpgroups_m == MAX_WARPGROUPS_M and splits == 1):
                 yield variant

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from slipstream_kernels.gemm.tuning import H200, Tuning
 
 TILE, BLOCK = 16, 128  # output features of a tile, input features of a block
-COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # numbers of tokens that are compiled; others are rounded up
+COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # tokens of a tile that are compiled; others are rounded up
 MAX_TOKENS = 64  # of every weight; more of those with few output features
+MAX_TILED_TOKENS = 2 * COLUMNS[-1]
 WARPGROUPS_M = (1, 2, 4)
 MAX_WARPGROUPS_M = WARPGROUPS_M[-1]
 MAX_WIDE_WARPGROUPS_M = 2  # of more than MAX_TOKENS
@@ -20,17 +21,21 @@ SPLITS = tuple(range(1, 9))
 class Variant(NamedTuple):
     """columns: tokens of a tile.  warpgroups_m: 64 output features each, that a CTA has at once.
 
-    splits: CTAs of a cluster, which split the input features.
+    splits: CTAs of a cluster, which split the input features.  token_tiles: tiles of tokens, each of other clusters.
     """
 
     columns: int
     warpgroups_m: int
     splits: int
+    token_tiles: int = 1
 
 
-def columns_of(num_tokens: int) -> int:
-    """Tokens that are multiplied where so many are wanted."""
-    return next(count for count in COLUMNS if count >= num_tokens)
+def tiles_of(num_tokens: int) -> tuple[int, int]:
+    """(tokens of a tile, number of tiles).  Only the widest may be several."""
+    token_tiles = -(-num_tokens // COLUMNS[-1])
+    if token_tiles > 1:
+        return COLUMNS[-1], token_tiles
+    return next(count for count in COLUMNS if count >= num_tokens), token_tiles
 
 
 def choose(
@@ -41,12 +46,22 @@ def choose(
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
     None: so many tokens are not multiplied here, or other kernels are faster.
     """
-    if num_tokens > MAX_TOKENS and (num_tokens > COLUMNS[-1] or sizes[0] > tuning.narrow_features):
+    if num_tokens > MAX_TILED_TOKENS or not _is_faster(num_tokens, sizes, tuning):
         return None
-    columns, tiles, blocks = columns_of(num_tokens), sizes[0] // TILE, sizes[1] // BLOCK
-    ordered = next(choices for count, choices in tuning.mixed_gemm_w4a8.items() if columns <= count)
+    (columns, token_tiles), tiles, blocks = tiles_of(num_tokens), sizes[0] // TILE, sizes[1] // BLOCK
+    ordered = next(choices for count, choices in tuning.mixed_gemm_w4a8.items() if columns * token_tiles <= count)
     for warpgroups_m, splits, least, most in ordered:
-        variant = Variant(columns, warpgroups_m, splits)
-        if max(splits, least) <= blocks <= most and tiles <= count_clusters(variant) * GROUP_TILES * warpgroups_m:
+        variant = Variant(columns, warpgroups_m, splits, token_tiles)
+        clusters = count_clusters(variant) // token_tiles
+        if max(splits, least) <= blocks <= most and tiles <= clusters * GROUP_TILES * warpgroups_m:
             return variant
     return Variant(columns, MAX_WARPGROUPS_M, 1) if columns <= MAX_TOKENS else None
+
+
+def _is_faster(num_tokens: int, sizes: tuple[int, int], tuning: Tuning) -> bool:
+    """Whether other kernels take longer for so many tokens."""
+    if num_tokens <= MAX_TOKENS:
+        return True
+    found = (limits for count, limits in tuning.narrow_features.items() if num_tokens <= count)
+    most, ratio = next(found, (0, 0.0))
+    return sizes[0] <= most and sizes[1] >= ratio * sizes[0]

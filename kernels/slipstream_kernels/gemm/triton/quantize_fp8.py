@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.fp8 import E4M3_MAX, MAX_SUMMED_ROWS, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, empty_rows
+from slipstream_kernels.fp8 import E4M3_MAX, SMALLEST_AMAX, SUM_TILE_ROWS, Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
 from slipstream_kernels.triton.step_kernel import step_kernel
 
 _MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
-_MAX_SUMMED_ROWS = tl.constexpr(MAX_SUMMED_ROWS)
+_SUM_TILE_ROWS = tl.constexpr(SUM_TILE_ROWS)
 # Groups need nothing of each other: programs of 2048 columns, so that a few rows spread over the chip too.
 GROUPS_PER_PROGRAM = 16
 
@@ -64,7 +64,9 @@ def store_rows(
     if SUM_COLUMNS:
         runs = tl.reshape(values.to(tl.float32), (y.shape[0] * y.shape[1] // SUM_COLUMNS, SUM_COLUMNS))
         groups = tl.arange(0, y.shape[0] * y.shape[1] // SUM_COLUMNS)
-        tl.store(sums_ptr + groups * _MAX_SUMMED_ROWS + row, tl.sum(runs, axis=1), mask=groups < SIZE // SUM_COLUMNS)
+        first = row // _SUM_TILE_ROWS * (SIZE // SUM_COLUMNS)
+        sums = sums_ptr + (first + groups) * _SUM_TILE_ROWS + row % _SUM_TILE_ROWS
+        tl.store(sums, tl.sum(runs, axis=1), mask=groups < SIZE // SUM_COLUMNS)
 
 
 @step_kernel
