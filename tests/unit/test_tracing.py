@@ -6,12 +6,18 @@ import sys
 import threading
 
 import pytest
+import toy_tokenizers
 from otlp_collector import OtlpCollector
 from patience import wait_until
+from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import ConfigError
 from slipstream.core.trace_context import Span, TraceContext, begin_span, read_traceparent
+from slipstream.protocol import wire
+from slipstream.protocol.request_parser import parse_request
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.tracing import MAX_QUEUED_SPANS, Tracer, make_tracer
+from wire_requests import request, tensor
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -60,6 +66,15 @@ def test_a_traceparent_is_read(text: str, is_sampled: bool) -> None:
 )
 def test_what_is_no_traceparent_is_ignored(text: object) -> None:
     assert read_traceparent(text) is None
+
+
+def test_what_is_not_read_is_not_kept_until_the_answer() -> None:
+    """A client may send megabytes under these names."""
+    sent: dict[str, wire.ParameterValue] = {"traceparent": "00-a-b-01", "triton_traceparent": "x" * 513}
+    sent |= {"tracestate": "x" * 10**6, "baggage": "y"}
+    raw = request(tensor("text_input", "x"), parameters=sent)
+    client = parse_request(raw, EngineConfig(), TextTokenizer(toy_tokenizers.sentencepiece()))
+    assert client.trace_parameters == {"traceparent": "00-a-b-01"}
 
 
 def test_a_new_span_continues_its_parent_or_begins_a_trace() -> None:

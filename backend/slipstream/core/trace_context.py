@@ -57,6 +57,13 @@ def read_traceparent(text: object) -> TraceContext | None:
     return TraceContext(trace_id, span_id, bool(int(found[4], 16) & 1)) if trace_id and span_id else None
 
 
+def trace_parameters(given: Mapping[str, object]) -> dict[str, str]:
+    """Those that may name a context. They are kept until the request is answered, so none that is too long to be read,
+    and no header that is only passed on."""
+    found = ((name, given.get(name)) for name in (TRACEPARENT, TRITON_TRACEPARENT))
+    return {name: text for name, text in found if isinstance(text, str) and len(text) <= _MOST_CHARS}
+
+
 def begin_span(parent: TraceContext | None, ratio: float) -> TraceContext:
     """The place of a new span. ratio: share of the requests without a parent that are traced."""
     span_id = random.getrandbits(64) or 1

@@ -20,7 +20,7 @@ from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, SamplingParams
 from slipstream.core.setting_values import refuse
 from slipstream.core.settings import BY_NAME, DEFAULTS
-from slipstream.core.trace_context import PROPAGATED
+from slipstream.core.trace_context import trace_parameters
 from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.adapters import read_sent_adapter
 from slipstream.protocol.client_settings import Settings, read_settings, unknown
@@ -125,7 +125,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         is_text_only=outputs == ("text_output",) and not has_batch_dim,
         wants_context="context_ids" in outputs,
         token_text=tokenizer.token_text,
-        trace_parameters={name: raw.parameters[name] for name in PROPAGATED if name in raw.parameters},
+        trace_parameters=trace_parameters(raw.parameters),
     )
 
 
