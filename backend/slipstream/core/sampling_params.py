@@ -6,7 +6,7 @@ which maps the TensorRT-LLM tensors on the same names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
 from functools import cached_property
 
@@ -41,7 +41,8 @@ class SamplingParams:
     top_p, min_p and seed have no effect (engine/beam_search.py). length_penalty and early_stopping are its.
     are_checked: the kinds have checked the values as they read them (client_settings.py).
     num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the model's. reference_ids: tokens of
-    a text that the output is expected to repeat in part, for n-gram drafts.
+    a text that the output is expected to repeat in part, for n-gram drafts. Both long lists, these and embedding_bias,
+    are arrays in a request that the engine has.
     """
 
     max_tokens: int = DEFAULTS["max_tokens"]
@@ -54,7 +55,7 @@ class SamplingParams:
     presence_penalty: float = DEFAULTS["presence_penalty"]
     frequency_penalty: float = DEFAULTS["frequency_penalty"]
     logit_bias: tuple[tuple[int, float], ...] = DEFAULTS["logit_bias"]
-    embedding_bias: tuple[float, ...] = DEFAULTS["embedding_bias"]
+    embedding_bias: Sequence[float] = DEFAULTS["embedding_bias"]
     seed: int | None = DEFAULTS["seed"]
     n: int = DEFAULTS["n"]
     beam_width: int = DEFAULTS["beam_width"]
@@ -81,7 +82,7 @@ class SamplingParams:
     num_draft_tokens: int | None = DEFAULTS["num_draft_tokens"]
     speculative_method: str | None = DEFAULTS["speculative_method"]
     speculative_acceptance: str | None = DEFAULTS["speculative_acceptance"]
-    reference_ids: tuple[int, ...] = DEFAULTS["reference_ids"]
+    reference_ids: Sequence[int] = DEFAULTS["reference_ids"]
 
     are_checked: InitVar[bool] = False
 
