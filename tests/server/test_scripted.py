@@ -109,6 +109,7 @@ def test_a_conversation_with_calls_reaches_the_template(fake_client: openai.Open
             openai.RateLimitError,
             "rate_limit_exceeded",
         ),
+        (["UNAVAILABLE", "this has 9 more; max_total_request_bytes=9"], openai.RateLimitError, "rate_limit_exceeded"),
         (["UNAVAILABLE", "the engine was killed; it is being restarted"], openai.InternalServerError, "unavailable"),
         (["INTERNAL", "a bug"], openai.InternalServerError, "internal_error"),
         (["", "top_k: got -7, accepted: ... [INVALID_ARG]"], openai.BadRequestError, None),

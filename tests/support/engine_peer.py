@@ -81,10 +81,12 @@ class Backend:
 class InThread:
     """A GenerateServer with a null model, on a thread of this process."""
 
-    def __init__(self, backend: Backend, checkpoint: Path) -> None:
+    def __init__(self, backend: Backend, checkpoint: Path, **further: object) -> None:
+        """further: parameters of the model."""
         self.status: int | None = None
         self.num_steps = 0
         parameters = {"model": checkpoint, "load_format": "null", "num_blocks": 256, "stop_by_request_id": "true"}
+        parameters |= further
         config = parse_config(wire.Config("m", 1, "/nowhere", completed({}, parameters)))
         link = EngineLink(backend.path, TOKEN)
         backend.accept()

@@ -53,6 +53,24 @@ def all_ids(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
+def test_the_end_of_a_request_is_told_with_its_last_output() -> None:
+    """Of the last of its sequences, of an error in one of them, and of a request that is discarded."""
+    told: list[int] = []
+    for handle in (1, 2, 3):
+        params = SamplingParams(max_tokens=9, n=2)
+        requests = [Request(PROMPT, params, handle=handle, sequence_index=index) for index in range(2)]
+        processor = OutputProcessor(TOKENIZER, lambda request, stop: None, lambda handle: None, told.append)
+        processor.add(ClientRequest(handle, requests[0], stream=True))
+        reason = FinishReason.ERROR if handle == 2 else FinishReason.LENGTH
+        processor.process([StepOutput(requests[1], [300], reason)])
+        assert told == ([1, 2] if handle == 2 else list(range(1, handle)))
+        if handle == 1:
+            processor.process([StepOutput(requests[0], [300], reason)])
+        elif handle == 3:
+            processor.discard(3)
+    assert told == [1, 2, 3]
+
+
 def test_token_ids_alone_have_no_text() -> None:
     ids = TOKENIZER.encode(" fox jumps", False)
     outputs = Bench(detokenize=False).play(ids)

@@ -1,4 +1,4 @@
-"""What a request keeps in host memory until it is answered."""
+"""core/request_memory.py: what a request keeps in host memory until it is answered, and the bound of all together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import toy_tokenizers
-from slipstream.core.config import StructuredOutputConfig
+from slipstream.core.config import SchedulerConfig, ServingConfig, StructuredOutputConfig
+from slipstream.core.errors import CapacityError, RequestError
+from slipstream.core.finish import StopConditions
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.logits_processors import ProcessorCall
 from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.request_memory import MAX_UNCOUNTED_BYTES, RequestMemory, bytes_by_field
+from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
-LONG = 1 << 17  # tokens
+LONG = 1 << 15  # tokens
 VOCAB = 150_000
+LIMIT = 10**6
+OBJECT_BYTES = 2000  # that a sequence of one token takes: at most max_num_seqs and max_waiting_requests of them
 
 
 def make_processor() -> InputProcessor:
@@ -30,23 +39,39 @@ def ids(count: int, seed: int = 1) -> list[int]:
     return [dice.randrange(300, VOCAB) for _ in range(count)]
 
 
+def biases(count: int = LONG) -> tuple[float, ...]:
+    dice = random.Random(1)
+    return tuple(dice.uniform(-9, 9) for _ in range(count))
+
+
+def words(count: int, length: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ids(length, seed)) for seed in range(count))
+
+
+def texts(count: int, length: int, first: int) -> tuple[str, ...]:
+    dice = random.Random(2)
+    return tuple("".join(chr(first + dice.randrange(50)) for _ in range(length)) for _ in range(count))
+
+
+def arguments() -> ProcessorCall:
+    return ProcessorCall("x", {"a": [[0] for _ in range(3000)]})
+
+
 def kept_bytes(make: Callable[[], Request]) -> tuple[int, list[Request]]:
     """What Python has allocated for the sequences of a request, once the engine has it."""
-    processor = make_processor()
+    processor, cache = make_processor(), KVCacheManager(4, 64)
     processor.prepare(Request([5], SamplingParams(bad_words=("first",))))  # what is made once for all
     gc.collect()
     tracemalloc.start()
     try:
         sequences = processor.prepare(make())
+        for sequence in sequences:
+            sequence.stop_conditions = StopConditions(sequence, 2 * LONG)
+        cache.hash_prompt(sequences)
         gc.collect()
         return tracemalloc.get_traced_memory()[0], sequences
     finally:
         tracemalloc.stop()
-
-
-def biases() -> tuple[float, ...]:
-    dice = random.Random(1)
-    return tuple(dice.uniform(-9, 9) for _ in range(LONG))
 
 
 def test_long_lists_take_4_bytes_an_entry() -> None:
@@ -57,3 +82,105 @@ def test_long_lists_take_4_bytes_an_entry() -> None:
     assert num_bytes < 4.1 * LONG
     assert max(abs(kept - bias) for kept, bias in zip(request.params.embedding_bias, biases())) < 1e-6
     assert make_processor().prepare(request)[0].params is request.params, "a request that is submitted again"
+
+
+MADE: dict[str, tuple[str, Callable[[], Request]]] = {
+    "prompt": ("prompt", lambda: Request(ids(LONG), SamplingParams())),
+    "short prompt": ("prompt", lambda: Request(ids(1400), SamplingParams())),
+    "sequences": ("prompt", lambda: Request(ids(LONG), SamplingParams(n=16))),
+    "reference": ("reference_ids", lambda: Request([5], SamplingParams(reference_ids=tuple(ids(LONG))))),
+    "biases": ("embedding_bias", lambda: Request([5], SamplingParams(embedding_bias=biases()))),
+    "stop words": ("stop_words_ids", lambda: Request([5], SamplingParams(stop_words_ids=words(1024, 16)))),
+    "long stop word": ("stop_words_ids", lambda: Request([5], SamplingParams(stop_words_ids=words(1, 16_384)))),
+    "bad words": ("bad_words_ids", lambda: Request([5], SamplingParams(bad_words_ids=words(1024, 16)))),
+    "pairs of bad words": ("bad_words_ids", lambda: Request([5], SamplingParams(bad_words_ids=words(1024, 2)))),
+    "stop strings": ("stop", lambda: Request([5], SamplingParams(stop=texts(1024, 16, 97)))),
+    "stop strings of emoji": ("stop", lambda: Request([5], SamplingParams(stop=texts(1024, 16, 0x1F600)))),
+    "stop ids": ("stop_token_ids", lambda: Request([5], SamplingParams(stop_token_ids=tuple(ids(1024)), n=16))),
+    "allowed ids": ("allowed_token_ids", lambda: Request([5], SamplingParams(allowed_token_ids=tuple(ids(1024))))),
+    "some biases": ("logit_bias", lambda: Request([5], SamplingParams(logit_bias=(*zip(ids(1024), biases(1024)),)))),
+    "grammar": ("guided_decoding_guide", lambda: Request([5], SamplingParams(guide=Guide("regex", "a" * 16_000)))),
+    "arguments": ("logits_processors", lambda: Request([5], SamplingParams(logits_processors=(arguments(),)))),
+}  # fmt: skip
+
+
+def test_a_short_sequence_is_small() -> None:
+    kept, sequences = kept_bytes(lambda: Request([5], SamplingParams(n=10)))
+    assert 0.5 * OBJECT_BYTES <= kept / len(sequences) <= OBJECT_BYTES
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_request_is_measured_by_what_it_keeps(name: str) -> None:
+    field, make = MADE[name]
+    kept, sequences = kept_bytes(make)
+    request = sequences[0]
+    assert request.num_bytes == sum(bytes_by_field(request).values())
+    assert max(bytes_by_field(request).items(), key=lambda item: item[1])[0] == field
+    kept -= OBJECT_BYTES * len(sequences)
+    assert 0.7 * kept <= request.num_bytes <= 1.5 * kept
+
+
+def a_request(handle: int, num_bytes: int, **params: Any) -> Request:
+    request = Request(ids(10), SamplingParams(**params), handle=handle)
+    request.num_bytes = num_bytes
+    return request
+
+
+def test_requests_are_refused_above_the_bound_and_counted_until_given_back() -> None:
+    memory = RequestMemory(LIMIT)
+    memory.take(a_request(1, 700_000))
+    told = (
+        r"^700000 bytes of 1 requests are in memory, this has 300001 more, 480 of them for its prompt; "
+        r"max_total_request_bytes=1000000$"
+    )
+    with pytest.raises(CapacityError, match=told):
+        memory.take(a_request(2, 300_001))
+    assert memory.num_bytes == 700_000
+    memory.take(a_request(3, 300_000))
+    memory.give(2)  # it has taken nothing
+    assert memory.num_bytes == LIMIT
+    memory.give(1)
+    memory.give(1)
+    assert memory.num_bytes == 300_000
+    memory.take(a_request(2, 300_001))
+
+
+def test_small_requests_come_in_however_full_it_is() -> None:
+    memory = RequestMemory(LIMIT)
+    memory.take(a_request(1, LIMIT))
+    for handle in range(2, 100):
+        memory.take(a_request(handle, MAX_UNCOUNTED_BYTES))
+    assert memory.num_bytes == LIMIT
+    with pytest.raises(CapacityError):
+        memory.take(a_request(100, MAX_UNCOUNTED_BYTES + 1))
+
+
+def test_a_request_that_alone_is_too_large_names_its_largest_field() -> None:
+    memory = RequestMemory(LIMIT)
+    [request] = make_processor().prepare(Request(ids(20_000), SamplingParams()))
+    memory.take(request)
+    memory.give(request.handle)
+    [request] = make_processor().prepare(Request(ids(20_000), SamplingParams(embedding_bias=biases())))
+    told = r"has 960000 bytes in memory, the request 1091072; accepted: at most max_total_request_bytes=1000000 for all"
+    with pytest.raises(RequestError, match=told) as caught:
+        memory.take(request)
+    assert caught.value.field == "prompt" and memory.num_bytes == 0
+    wide, *others = make_processor().prepare(Request(ids(1000), SamplingParams(n=128)))
+    assert wide.num_bytes == 1000 * (40 + 128 * 8) and not any(other.num_bytes for other in others)
+    with pytest.raises(RequestError, match=r"^prompt: has 1064000 bytes"):
+        memory.take(wide)
+
+
+def test_the_beams_of_a_search_have_lists_of_their_own() -> None:
+    [request] = make_processor().prepare(Request(ids(1000), SamplingParams(beam_width=10, n=2)))
+    assert request.num_bytes == 1000 * (40 + 8 + 10 * 16)
+
+
+@pytest.mark.parametrize("num_tokens", [8192, 32_768])
+def test_by_default_a_full_queue_and_batch_of_ordinary_requests_fit(num_tokens: int) -> None:
+    memory = RequestMemory(ServingConfig().max_total_request_bytes)
+    [request] = make_processor().prepare(Request(ids(num_tokens), SamplingParams()))
+    for handle in range(SchedulerConfig().max_num_seqs + SchedulerConfig().max_waiting_requests):
+        request.handle = handle
+        memory.take(request)
+    assert memory.num_bytes == 1280 * 48 * num_tokens

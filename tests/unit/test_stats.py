@@ -11,6 +11,7 @@ from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.gauges import record_gauges
 from slipstream.core.request import FinishReason
+from slipstream.core.request_memory import RequestMemory
 from slipstream.core.stats import (
     FINISHED_METRIC,
     METRICS,
@@ -120,7 +121,7 @@ def test_a_request_leaves_its_latencies_and_counts() -> None:
         request.times.arrival_ns = time.time_ns() - 2_000_000_000
         llm.scheduler.add(request)
     llm.run()
-    record_gauges(llm.scheduler)
+    record_gauges(llm.scheduler, RequestMemory(1 << 20))
     news = drained(llm.scheduler.stats)
     assert (news[Metric.PROMPT_TOKENS], news[Metric.GENERATION_TOKENS]) == ([18.0], [7.0])
     assert (news[Metric.PREFIX_QUERIES], news[Metric.PREFIX_HITS]) == ([18.0], [8.0])
@@ -143,10 +144,14 @@ def test_gauges_show_running_waiting_and_leaks() -> None:
         llm.scheduler.add(make_request(length))
     llm.step()
     llm.scheduler.cache.pool.allocate(2)  # by nobody
-    record_gauges(llm.scheduler)
+    memory, large = RequestMemory(1 << 20), make_request(5)
+    large.num_bytes = 70_000
+    memory.take(large)
+    record_gauges(llm.scheduler, memory)
     news = drained(llm.scheduler.stats)
     assert (news[Metric.REQUESTS_RUNNING], news[Metric.REQUESTS_WAITING]) == ([1.0], [2.0])
     assert (news[Metric.KV_BLOCKS_USED], news[Metric.KV_BLOCKS_LEAKED]) == ([5.0], [2.0])
+    assert news[Metric.REQUEST_BYTES] == [70_000.0]
     assert news[Metric.KV_UTILIZATION] == [5 / llm.scheduler.cache.num_blocks]
 
 

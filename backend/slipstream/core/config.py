@@ -210,6 +210,8 @@ class ServingConfig:
     exclude_input_in_output: bool | None = None  # None: excluded when streaming, echoed otherwise (vLLM backend)
     drain_timeout_s: float = 60.0
     max_tokenizing_bytes: int = 1 << 28  # total size of large requests that wait to be tokenised
+    # host memory of all that wait or run: a full queue and batch, 1,280 prompts of 32k tokens, are 2.0e9 bytes
+    max_total_request_bytes: int = 1 << 31
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response

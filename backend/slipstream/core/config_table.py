@@ -206,6 +206,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Leave the prompt out of a response; unset: left out when streaming, echoed otherwise."),
     Parameter("drain_timeout_s", "serving.drain_timeout_s", "Seconds that running requests have to finish at unload or SIGTERM.", limits="a number >= 0", is_good=lambda value: value >= 0.0),
     Parameter("max_tokenizing_bytes", "serving.max_tokenizing_bytes", "Bytes of waiting requests above 8192 bytes each that are not tokenised yet; above it, or above `max_waiting_requests` of them, UNAVAILABLE. A request of more bytes is refused.", **at_least(1)),
+    Parameter("max_total_request_bytes", "serving.max_total_request_bytes", "Bytes of host memory that all requests keep which wait or run, above 65536 bytes each: some 48 a prompt token, 8 more for each sequence of `n`. Above it UNAVAILABLE; a request of more bytes is refused.", **at_least(1)),
     Parameter("add_special_tokens", "serving.add_special_tokens", "The tokenizer puts its special tokens around a prompt."),
     Parameter("skip_special_tokens", "serving.skip_special_tokens", "Leave special tokens out of text."),
     Parameter("metrics_aliases", "serving.metrics_aliases", "Repeat metrics under the names of other backends ([list](metrics.md#names-of-other-backends)): `vllm`, `tensorrt_llm`, both with a comma, or `none`.", limits="vllm, tensorrt_llm, both with a comma, or none", is_good=_are_alias_sets),

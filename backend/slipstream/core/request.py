@@ -77,6 +77,8 @@ class Request:
     )
     prompt_table_size: int = 0
     prompt_rows: PromptRows | None = None  # what Engine.submit makes of it
+    num_echo_bytes: int = 0  # of the text that its answer begins with
+    num_bytes: int = 0  # of host memory until it is answered, core/request_memory.py; of all its sequences together
     sequence_id: int = field(default_factory=lambda: next(_ids))
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

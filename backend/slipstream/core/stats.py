@@ -76,6 +76,7 @@ class Metric(enum.IntEnum):
     SPANS_DROPPED = 43
     SLEEP_LEVEL = 44
     PROCESSOR_TIME = 45
+    REQUEST_BYTES = 46
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,9 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.SLEEP_LEVEL: _gauge("slipstream_sleep_level", "0 awake, 1 asleep with weights in host memory, 2 without"),
     Metric.PROCESSOR_TIME: _histogram(
         "slipstream_logits_processor_seconds", _ITL_BUCKETS, "Seconds of the host in logits processors, by step"
+    ),
+    Metric.REQUEST_BYTES: _gauge(
+        "slipstream_request_memory_bytes", "Host memory of requests that wait or run, of those above 65536 bytes"
     ),
 }
 _METHODS = tuple(DRAFT_METHODS.names())

@@ -23,6 +23,7 @@ from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutputs
 from slipstream.core.request import FinishReason, Request
+from slipstream.core.request_memory import RequestMemory
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.start_up import StartUp
 from slipstream.core.stats import Metric, Stats
@@ -120,6 +121,7 @@ class Engine:
         host = make_grammar_host(config, tokenizer_path, *vocabulary, has_drafts=not self._drafting.is_empty)
         self._structured = StructuredOutputs(host, self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)
+        self.request_memory = RequestMemory(serving.max_total_request_bytes)
         self.residency = Residency(config, self.worker, self._forget_computed)
         self._inbox: deque[Add | Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
@@ -130,7 +132,7 @@ class Engine:
     # ---- any thread
 
     def submit(self, request: Request) -> list[Request]:
-        """Add a request. Returns its n sequences, whose outputs come from `step`.
+        """Add a request; `step` has the outputs of its n sequences. request_memory counts it until it is given back.
 
         Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
         """
@@ -146,6 +148,7 @@ class Engine:
                 raise self.error
             self.residency.check_awake()
             self.scheduler.check_capacity(max(len(sequences), request.params.beam_width), self._num_arriving)
+            self.request_memory.take(request)
             self._num_arriving += len(sequences)
             self._inbox.append(Add(sequences))
             self._wake.notify()
@@ -372,9 +375,7 @@ class Engine:
     def _record_gauges(self) -> None:
         self.stats.set(Metric.NUM_STEPS, self._num_steps)
         self.stats.set(Metric.SLEEP_LEVEL, self.residency.level)
-        self.stats.set(Metric.REQUESTS_MAX, self.config.scheduler.max_num_seqs)
-        self.stats.set(Metric.KV_BLOCK_TOKENS, self.config.cache.block_size)
-        record_gauges(self.scheduler)
+        record_gauges(self.scheduler, self.request_memory)
 
     def _post(self, message: Finish) -> None:
         with self._wake:

@@ -19,6 +19,7 @@ from slipstream.core.finish import end_token_ids
 from slipstream.core.grammar_limits import check_grammar
 from slipstream.core.logits_processors import ProcessorCall
 from slipstream.core.request import Request
+from slipstream.core.request_memory import bytes_by_field
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
 from slipstream.engine.grammar_state import GrammarState
@@ -79,6 +80,7 @@ class InputProcessor:
         guide = request.params.guide
         if guide is not None:
             check_grammar(guide, self._grammar_limits)
+        request.num_bytes = sum(bytes_by_field(request).values())
         sequences = expand(request)
         if guide is not None:
             ends = sorted(end_token_ids(request))

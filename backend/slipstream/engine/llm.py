@@ -95,7 +95,9 @@ class LLM:
         self._thread = OwnThread() if config.parallel.num_ranks > 1 else None
         self.engine = Engine(config) if self._thread is None else _load(config, self._thread)
         self.config = self.engine.config
-        self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish, self.engine.cancel)
+        engine = self.engine
+        give_memory = engine.request_memory.give
+        self._outputs = OutputProcessor(engine.tokenizer, engine.finish, engine.cancel, give_memory)
         self._pending: dict[int, _Pending] = {}
         self._handles = itertools.count(1)
         self._lock = threading.Lock()

@@ -24,19 +24,26 @@ from slipstream.tokenizer.detokenizer import (
 from slipstream.tokenizer.stop_strings import StopMatcher
 
 OnStop = Callable[[Request, str], None]
-OnFailure = Callable[[int], None]
+OnHandle = Callable[[int], None]
 
 
 class OutputProcessor:
     """Every client request in flight, by handle. on_stop(request, stop string) asks the engine to end a sequence.
 
-    on_failure(handle) asks it to end the other sequences of a request after one has failed.
+    on_failure(handle) asks it to end the other sequences of a request after one has failed. on_end(handle): a request
+    has had its last output, or has been discarded.
     """
 
-    def __init__(self, tokenizer: Tokenizer, on_stop: OnStop, on_failure: OnFailure) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        on_stop: OnStop,
+        on_failure: OnHandle,
+        on_end: OnHandle = lambda handle: None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._on_stop = on_stop
-        self._on_failure = on_failure
+        self._on_failure, self._on_end = on_failure, on_end
         self._clients: dict[int, _Client] = {}
 
     def add(self, client: ClientRequest) -> None:
@@ -46,6 +53,7 @@ class OutputProcessor:
     def discard(self, handle: int) -> None:
         """Drop a request and its further outputs. Any thread; an unknown handle is ignored."""
         self._clients.pop(handle, None)
+        self._on_end(handle)
 
     @property
     def num_requests(self) -> int:
@@ -79,7 +87,7 @@ class OutputProcessor:
         client.num_unfinished -= 1
         output.is_final = client.num_unfinished == 0 or output.finish_reason is FinishReason.ERROR
         if output.is_final:
-            self._clients.pop(output.request.handle, None)
+            self.discard(output.request.handle)
             if client.num_unfinished:
                 self._on_failure(output.request.handle)
         if sequence.stopped_by is not None:

@@ -69,7 +69,9 @@ class GenerateServer:
         self._engine = Engine(config, ranks=Ranks(config.parallel, processes, end))
         config = self._engine.config
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
-        self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
+        engine = self._engine
+        give_memory = engine.request_memory.give
+        self._outputs = OutputProcessor(engine.tokenizer, engine.finish, engine.cancel, give_memory)
         self._steps: queue.Queue[StepOutputs | None] = queue.Queue(_MAX_STEPS_AHEAD)
         self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread

@@ -6,6 +6,7 @@ request, so that it never reaches the scheduler. docs/contracts.md has the tenso
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -111,6 +112,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         sent_adapter=read_sent_adapter(settings),
         prompt_table=settings.get("prompt_table"),
         prompt_table_size=settings.get("prompt_table_size", 0),
+        num_echo_bytes=sys.getsizeof(echo_text) if echo_text else 0,
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(

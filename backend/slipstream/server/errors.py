@@ -39,7 +39,7 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }  # Anthropic's
-_FULL = re.compile(r"max_waiting_requests=")
+_FULL = re.compile(r"max_waiting_requests=|max_total_request_bytes=")
 _TOO_LONG = re.compile(
     r"(?:^prompt: |the prompt )has (?:more than )?\d+ (?:bytes|tokens)(?:.*max_model_len=(\d+))?", re.DOTALL
 )
