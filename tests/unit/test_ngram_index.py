@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 from slipstream.core.config import EngineConfig
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -37,3 +38,27 @@ def test_a_long_text_and_a_long_reference_are_indexed_piece_by_piece(monkeypatch
     request.token_ids += prompt[2048:2050]
     [drafts] = proposer.propose([wish])  # type: ignore[list-item]
     assert drafts.token_ids == prompt[2050:2053], "and that of the prompt"
+
+
+def test_the_indices_of_all_requests_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it texts are not indexed, and are again once others have ended; a reference takes no KV blocks."""
+    monkeypatch.setattr(ngram, "MAX_KEPT_NGRAMS", 3 * 1000)
+    proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
+    params = SamplingParams(reference_ids=tuple(range(5000, 5600)))
+    prompts = [list(range(start, start + 300)) for start in (10, 1010)]
+    first, second = (RequestState(new_request(Request(prompt, params))) for prompt in prompts)
+
+    def drafted(request: RequestState, ending: list[int]) -> list[int]:
+        request.token_ids += ending
+        [drafts] = proposer.propose([SimpleNamespace(request=request, num_drafts=3)])  # type: ignore[list-item]
+        return drafts.token_ids
+
+    assert drafted(first, [5100, 5101]) == [5102, 5103, 5104]
+    assert drafted(second, [5100, 5101]) == [], "902 of 1,000 tokens are the first's, and 98 of the second's text"
+    assert drafted(second, [1050, 1051]) == [1052, 1053, 1054], "what is indexed is found"
+    indices = [*proposer._texts.values(), *proposer._references.values()]
+    assert sum(len(index.token_ids) for index in indices) == 1000
+    proposer.forget([first.sequence_id, 77])
+    assert drafted(second, [5100, 5101]) == [5102, 5103, 5104]
+    proposer.forget([second.sequence_id])
+    assert proposer._num_tokens == 0

@@ -2,7 +2,7 @@
 
 Any thread. A request is measured once, when it is submitted, by the lengths of what its client sent. It counts until it
 is answered, whether it waits, runs or was preempted. Not counted is what has a bound of its own: prompt tables and
-adapters that clients send, and what running adds to a sequence (output tokens, copies in the worker and its drafters),
+adapters that clients send, n-grams, and what else running adds to a sequence (output tokens, copies in the worker),
 which max_num_seqs and max_model_len bound.
 
 The sizes below were measured with tracemalloc and Python 3.11; tests/unit/test_request_memory.py compares them.

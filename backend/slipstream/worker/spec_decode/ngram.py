@@ -16,6 +16,7 @@ from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 5
 MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one step: some 1.5 ms of the engine's thread
+MAX_KEPT_NGRAMS = 1 << 24  # of all requests together, at some 100 bytes each: 5.6 million tokens in n-grams of 2 to 4
 
 
 class NgramIndex:
@@ -67,7 +68,11 @@ class NgramIndex:
 
 @PROPOSERS.register("ngram")
 class NgramProposer:
-    """Keeps an index per request for its own text, and one for its reference."""
+    """Keeps an index per request for its own text, and one for its reference.
+
+    References take no KV blocks, and texts may share theirs, so the indices have a bound of their own: above it they do
+    not grow, and what follows is not found, until other requests end.
+    """
 
     drafts_trees = False
     num_scratch_slots = 0
@@ -80,6 +85,8 @@ class NgramProposer:
         self._shortest = min(options.ngram_min, options.ngram_max)
         self._texts: dict[int, NgramIndex] = {}
         self._references: dict[int, NgramIndex] = {}
+        self._max_tokens = MAX_KEPT_NGRAMS // (self._longest - self._shortest + 1)
+        self._num_tokens = 0  # of all indices
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
@@ -98,8 +105,9 @@ class NgramProposer:
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
-            self._texts.pop(sequence_id, None)
-            self._references.pop(sequence_id, None)
+            for indices in (self._texts, self._references):
+                if index := indices.pop(sequence_id, None):
+                    self._num_tokens -= len(index.token_ids)
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """Look up the reference first: it is given because the output is expected to repeat it."""
@@ -112,10 +120,12 @@ class NgramProposer:
         return drafts or text.continuation(ending, num_drafts)
 
     def _grown(self, indices: dict[int, NgramIndex], request: RequestState, token_ids: Sequence[int]) -> NgramIndex:
-        """The request's index of these tokens, extended by at most MAX_INDEXED_TOKENS."""
+        """The request's index of these tokens, extended by MAX_INDEXED_TOKENS, or what MAX_KEPT_NGRAMS has left."""
         index = indices.get(request.sequence_id)
         if index is None:
             index = indices[request.sequence_id] = NgramIndex(self._shortest, self._longest)
         start = len(index.token_ids)
-        index.extend(token_ids[start : start + MAX_INDEXED_TOKENS])
+        added = token_ids[start : start + min(MAX_INDEXED_TOKENS, self._max_tokens - self._num_tokens)]
+        self._num_tokens += len(added)
+        index.extend(added)
         return index
