@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -86,3 +87,24 @@ def test_every_list_as_long_as_it_may_be(llm_server: LlmServer) -> None:
             assert not answer.error and len(answer.responses) >= 1
 
     assert_unharmed(llm_server, ask)
+
+
+def test_a_flood_of_requests_with_much_memory(llm_server: LlmServer) -> None:
+    """Two fit beside each other, the others are refused at once; what is small is served."""
+    ids = np.array([[index % 4000 + 1 for index in range(3000)], [3000] + [-1] * 2999], np.int32)
+    large = {"text_input": "x", "stop_words_list": ids, "max_tokens": 60, "stream": True}
+    with llm_server.variant("small_memory", {"max_total_request_bytes": 400_000}) as model:
+
+        def ask() -> None:
+            with ThreadPoolExecutor(6) as threads:
+                asked = [threads.submit(grpc_infer, llm_server.grpc_url, model, large) for _ in range(12)]
+                small = grpc_infer(llm_server.grpc_url, model, {"text_input": "x", "max_tokens": 3, "stream": True})
+                errors = [future.result().error for future in asked]
+            refusals = [error for error in errors if error]
+            assert not small.error and 0 < len(refusals) < 12
+            assert all("max_total_request_bytes=400000" in error for error in refusals)
+
+        assert_unharmed(llm_server, ask, model=model)
+        llm_server.wait_idle(model)
+        wanted = "the memory of requests to be free"
+        llm_server.wait_until(lambda: llm_server.metric("slipstream_request_memory_bytes", model) == 0, wanted)
