@@ -10,8 +10,7 @@ import pytest
 import torch
 from engine_driver import make_engine, run_steps
 from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
-from slipstream.core.drafts import AcceptedTokens, row_depths, row_masks, row_paths
-from slipstream.core.drafts import accepted_tokens as accepted_tokens_of
+from slipstream.core.drafts import row_depths, row_masks, row_paths, rows_accepted, tokens_accepted
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation
@@ -45,14 +44,14 @@ def scheduled(acceptance: str, parents: list[int], tokens: list[int], temperatur
 
 def verdict(
     drawn: list[int], parents: list[int] = TREE, tokens: list[int] = TOKENS, dead: tuple[int, ...] = ()
-) -> AcceptedTokens:
+) -> tuple[list[int], tuple[int, ...]]:
     verification = Verification([scheduled("exact", parents, tokens)], SpeculationConfig())
     return accepted(verification, parents, tokens, torch.tensor(drawn), dead)
 
 
 def accepted(
     verification: Verification, parents: list[int], tokens: list[int], drawn: torch.Tensor, dead: tuple[int, ...] = ()
-) -> AcceptedTokens:
+) -> tuple[list[int], tuple[int, ...]]:
     """What is taken of one request's drafts in a step of their own."""
     rows = torch.arange(1 + len(tokens))
     batch = ForwardBatch(
@@ -72,7 +71,8 @@ def accepted(
     )
     verification.bury(dead, drawn.device)
     kept = verification.accept(batch, torch.tensor([len(tokens)], dtype=torch.int32), drawn)
-    return accepted_tokens_of(int(kept.paths.item()), tokens, len(tokens), drawn.tolist())
+    found = rows_accepted(int(kept.paths.item()), len(tokens))
+    return tokens_accepted(found, tokens, int(drawn[found[-1]])), found
 
 
 def test_shapes_of_a_tree() -> None:
@@ -93,12 +93,12 @@ def test_shapes_of_a_tree() -> None:
     ],
 )
 def test_the_walk_follows_what_was_drawn(drawn: list[int], token_ids: list[int], rows: list[int]) -> None:
-    assert verdict(drawn) == AcceptedTokens(token_ids, tuple(rows))
+    assert verdict(drawn) == (token_ids, tuple(rows))
 
 
 def test_a_dead_row_is_not_entered() -> None:
     """A guide says that nothing may follow the draft: its token is the last one then."""
-    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == AcceptedTokens([10, 12], (0, 1))
+    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == ([10, 12], (0, 1))
 
 
 def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list[int], drawn: list[int]) -> list[int]:
@@ -109,7 +109,7 @@ def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list
     draws = Draws(ops.SamplingMetadata(torch.ones(rows)), torch.zeros(rows, dtype=torch.int64))
     assert verification.needs_judge
     token_ids = verification.judge(logits, draws, torch.arange(rows), torch.tensor(drawn))
-    return accepted(verification, parents, tokens, token_ids).token_ids
+    return accepted(verification, parents, tokens, token_ids)[0]
 
 
 def test_typical_takes_what_is_likely_enough() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 63  # with the last token: the rows that the bits of one 64-bit mask word can name
 _SIGN = 1 << 63
@@ -59,25 +58,16 @@ def _row_masks(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
     return tuple(mask - (1 << 64) if mask & _SIGN else mask for mask in masks)
 
 
-class AcceptedTokens(NamedTuple):
-    """token_ids: accepted drafts and the token after them. rows: those of the last token and of the accepted drafts,
-    counted from the request's first row that was sampled; rows[i] predicted token_ids[i]."""
+@lru_cache(maxsize=4096)
+def rows_accepted(accepted: int, num_drafts: int) -> tuple[int, ...]:
+    """The rows of a request's last token and of its accepted drafts, counted from its first row that was sampled.
+    accepted: bit r: row r holds; bits of further rows say nothing."""
+    return tuple(row for row in range(1 + num_drafts) if accepted >> row & 1)
 
-    token_ids: list[int]
-    rows: Sequence[int]
 
-
-def accepted_tokens(
-    accepted: int, draft_token_ids: Sequence[int], num_drafts: int, drawn: Sequence[int]
-) -> AcceptedTokens:
-    """accepted: of one request, bit r: row r holds. drawn: the token after each of its 1 + num_drafts rows."""
-    rows = _rows_of(accepted & ((2 << num_drafts) - 1))
+def tokens_accepted(rows: Sequence[int], draft_token_ids: Sequence[int], following: int) -> list[int]:
+    """The drafts of accepted rows and the token that was drawn after the last of them."""
     last = rows[-1]
     if last < len(rows):  # no draft between them was rejected
-        return AcceptedTokens([*draft_token_ids[:last], drawn[last]], rows)
-    return AcceptedTokens([*(draft_token_ids[row - 1] for row in rows[1:]), drawn[last]], rows)
-
-
-@lru_cache(maxsize=4096)
-def _rows_of(accepted: int) -> tuple[int, ...]:
-    return tuple(row for row in range(1 + MAX_DRAFT_TOKENS) if accepted >> row & 1)
+        return [*draft_token_ids[:last], following]
+    return [*(draft_token_ids[row - 1] for row in rows[1:]), following]

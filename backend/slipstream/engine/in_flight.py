@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add, gt
 
-from slipstream.core.drafts import accepted_tokens
+from slipstream.core.drafts import rows_accepted, tokens_accepted
 from slipstream.core.errors import EngineError, SlipstreamError
 from slipstream.core.outputs import StepOutput, StepOutputs, TokenLogprobs
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -69,20 +70,27 @@ class AheadStep:
         """The launched step for this scheduled one, or None if they differ."""
         if step.preempted or step.copies or step.layered is not None:
             return None
-        launched = self.in_flight.step
-        expected = {request.sequence_id: index for index, request in enumerate(launched.requests)}
-        indices = []
-        lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.num_drafts
-        for request, num_computed, num_scheduled, num_drafts in zip(*lists):
-            index = expected.get(request.sequence_id, -1)
-            if index < 0 or request.num_preemptions != self.num_preemptions[index]:
+        launched, requests, indices = self.in_flight.step, step.requests, None
+        expected = [launched.num_drafts, launched.num_scheduled_tokens, self.num_slots, self.num_preemptions]
+        if requests != launched.requests:  # by identity
+            indices = places_in(launched.requests, requests)
+            if indices is None:
                 return None
-            if num_drafts != launched.num_drafts[index] or num_scheduled != launched.num_scheduled_tokens[index]:
-                return None
-            if num_computed + num_scheduled > self.num_slots[index]:
-                return None
-            indices.append(index)
-        return replace(self.in_flight, step=step, indices=indices if len(indices) < len(expected) else None)
+            expected = [[values[index] for index in indices] for values in expected]
+        num_drafts, num_scheduled, num_slots, num_preemptions = expected
+        if step.num_drafts != num_drafts or step.num_scheduled_tokens != num_scheduled:
+            return None
+        ends = map(add, step.num_computed_tokens, num_scheduled)
+        if any(map(gt, ends, num_slots)) or [one.num_preemptions for one in requests] != num_preemptions:
+            return None
+        return replace(self.in_flight, step=step, indices=indices)
+
+
+def places_in(launched: Sequence[Request], requests: Sequence[Request]) -> list[int] | None:
+    """The place of each request among the launched ones; None if one is not there."""
+    places = {request.sequence_id: place for place, request in enumerate(launched)}
+    found = [places.get(request.sequence_id, -1) for request in requests]
+    return None if -1 in found else found
 
 
 def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
@@ -93,25 +101,31 @@ def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
             return SampledStep([[token_id] for token_id in drawn], result.logprobs)
         rest = iter(drawn)
         return SampledStep([[next(rest)] if samples else [] for samples in step.samples], result.logprobs)
-    sampled = SampledStep([[] for _ in step.requests])
+    return _verified_step(in_flight, result, result.accepted)
+
+
+def _verified_step(in_flight: InFlightStep, result: StepResult, accepted: Sequence[int]) -> SampledStep:
+    step, drawn, indices, finished = in_flight.step, result.token_ids, in_flight.indices, RequestStatus.FINISHED
+    sampled = SampledStep([])
+    add_tokens, accepted_rows, logprobs = sampled.token_ids.append, sampled.accepted_rows, result.logprobs
     first = 0
-    for index, request in enumerate(step.requests):
-        if not step.samples[index]:
+    for index, (request, samples, num_drafts) in enumerate(zip(step.requests, step.samples, step.num_drafts)):
+        if not samples:
+            add_tokens([])
             continue
-        num_drafts = step.num_drafts[index]
-        launched = index if in_flight.indices is None else in_flight.indices[index]
-        if in_flight.indices is not None:
+        launched = index
+        if indices is not None:
+            launched = indices[index]
             first = launched * (1 + num_drafts)  # in a step launched ahead all requests have the same number of drafts
-        if not request.is_finished:
-            drafts = request.draft_token_ids
-            found = accepted_tokens(
-                result.accepted[launched], drafts, num_drafts, drawn[first : first + 1 + num_drafts]
-            )
-            sampled.token_ids[index] = found.token_ids
+        if request.status is finished:
+            add_tokens([])
+        else:
+            rows = rows_accepted(accepted[launched], num_drafts)
+            add_tokens(tokens_accepted(rows, request.draft_token_ids, drawn[first + rows[-1]]))
             if num_drafts:
-                sampled.accepted_rows[index] = found.rows
-            if entries := result.logprobs.get(request.sequence_id):
-                sampled.logprobs[request.sequence_id] = [entries[row] for row in found.rows]
+                accepted_rows[index] = rows
+            if logprobs and (entries := logprobs.get(request.sequence_id)):
+                sampled.logprobs[request.sequence_id] = [entries[row] for row in rows]
         first += 1 + num_drafts
     return sampled
 
