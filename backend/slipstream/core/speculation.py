@@ -145,12 +145,12 @@ class DraftGains:
         self._num_accepted = [0.0] * MAX_DRAFT_TOKENS  # verifications that accepted it
         self._new_counts = [0] * (MAX_DRAFT_TOKENS + 1)  # verifications by number of drafts, not yet added to _num_seen
 
-    def add(self, num_drafts: int, rows: Sequence[int]) -> None:
-        """Record a verification. rows: the accepted rows; row 1 + i is draft i."""
-        self._new_counts[num_drafts] += 1
+    def add(self, num_drafts: int, rows: Sequence[int], count: int = 1) -> None:
+        """Record `count` verifications. rows: the accepted rows; row 1 + i is draft i."""
+        self._new_counts[num_drafts] += count
         for row in rows:
             if row:
-                self._num_accepted[row - 1] += 1
+                self._num_accepted[row - 1] += count
 
     def expected_tokens(self, most: int) -> list[float]:
         """Expected tokens of a verification for 0..most drafts, [1 + most].
@@ -232,9 +232,9 @@ class DraftPlanner:
             best = self._best[key] = self._most_useful(*key)
         return best
 
-    def observe(self, method: str, num_drafts: int, rows: Sequence[int]) -> None:
-        """Record a verification of num_drafts drafts. rows: the accepted rows; row 1 + i is draft i."""
-        self._gains[method].add(num_drafts, rows)
+    def observe(self, method: str, num_drafts: int, rows: Sequence[int], count: int = 1) -> None:
+        """Record `count` verifications of num_drafts drafts. rows: the accepted rows; row 1 + i is draft i."""
+        self._gains[method].add(num_drafts, rows, count)
 
     def note_found(self, method: str, num_wanted: int, num_found: int) -> None:
         """Record how many of the drafts that a step's requests may have were made: n-grams find some for a part of the
@@ -361,5 +361,6 @@ def truncate_drafts(request: Request, max_drafts: int) -> int:
     """
     max_drafts = max(0, min(max_drafts, request.stop_conditions.max_len - len(request.token_ids) - 1))
     if len(request.draft_token_ids) > max_drafts:
-        del request.draft_token_ids[max_drafts:], request.draft_parents[max_drafts:]
+        request.draft_token_ids = request.draft_token_ids[:max_drafts]  # the drafter's own lists
+        request.draft_parents = request.draft_parents[:max_drafts]
     return len(request.draft_token_ids)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -12,11 +12,11 @@ from slipstream.core.config import NO_SPECULATION, EngineConfig
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import RequestError
-from slipstream.core.request import RequestStatus
+from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, MeasuredStep, Speculation
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.step import ScheduledStep
 from slipstream.core.step_costs import StepCosts
 from slipstream.engine.in_flight import InFlightStep, SampledStep
 from slipstream.engine.step_inputs import StepInputs
@@ -72,7 +72,7 @@ class Drafting:
         num_drafts = self._drafters[method].num_drafts
         if asked is not None and (asked < num_drafts or DRAFT_METHODS.get(method).makes_any_number):
             num_drafts = asked
-        return Speculation(method, min(num_drafts, MAX_DRAFT_TOKENS), acceptance, may_run_ahead)
+        return _speculation(method, min(num_drafts, MAX_DRAFT_TOKENS), acceptance, may_run_ahead)
 
     def prepare(self, step: ScheduledStep, is_ahead: bool) -> None:
         """Allocate the blocks that drafting writes after a step, if there are free ones.
@@ -85,23 +85,26 @@ class Drafting:
         scheduler, cache = self._scheduler, self._scheduler.cache
         is_ahead = is_ahead and scheduler.num_microbatches == 1
         num_spare = 0 if scheduler.num_waiting or not is_ahead else SPARE_SLOTS
-        for row in step.rows:
-            drafter = self._drafter_after(row)
-            if drafter is not None:
-                num_slots = _most_slots_after(row, drafter, 1 + row.num_drafts if is_ahead else 0)
-                if row.request.num_slots >= num_slots + num_spare:
-                    continue
-                most = scheduler.admission.most_slots(row.request)
-                if not (num_spare and cache.allocate(row.request, min(num_slots + num_spare, most))):
-                    cache.allocate(row.request, min(num_slots, most))
+        known, drafter = None, None
+        lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
+        for request, first, count, samples, num_drafts in zip(*lists):
+            if request.speculation is not known:
+                known, drafter = request.speculation, self._drafter_of(request.speculation)
+            if drafter is None or not samples:
+                continue
+            num_slots = _most_slots_after(first + count, drafter, 1 + num_drafts if is_ahead else 0)
+            if request.num_slots >= num_slots + num_spare:
+                continue
+            most = scheduler.admission.most_slots(request)
+            if not (num_spare and cache.allocate(request, min(num_slots + num_spare, most))):
+                cache.allocate(request, min(num_slots, most))
 
     def methods_behind(self, step: ScheduledStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Heads that draft after a step, and heads that only update their KV caches."""
         if not self._heads:
             return (), ()
-        rows = step.rows
-        has_prompts = any(row.num_scheduled_tokens > 1 + row.num_drafts for row in rows)
-        drafting = tuple(head.method for head in self._heads if any(self._drafter_after(row) is head for row in rows))
+        has_prompts = step.total_num_scheduled_tokens > len(step.requests) + sum(step.num_drafts)
+        drafting = tuple(head.method for head in self._heads if self._drafts_behind(step, head))
         # a prompt's blocks may be shared with requests that draft, so heads compute all prompts
         updating = [head.method for head in self._heads if head.reads_all_rows and has_prompts]
         return drafting, tuple(method for method in updating if method not in drafting)
@@ -111,15 +114,13 @@ class Drafting:
         have the same numbers of drafts of that head again, and nothing can truncate them. "" if not certain."""
         if not draft_methods or self._scheduler.num_microbatches > 1:  # the stages have steps of other requests
             return ""
-        rows = step.rows
-        speculation = rows[0].request.speculation
-        if speculation is None or speculation.method not in draft_methods or not rows[0].num_drafts:
+        speculation, num_drafts = step.requests[0].speculation, step.num_drafts[0]
+        if speculation is None or speculation.method not in draft_methods or not num_drafts:
             return ""
-        head = self._drafters[speculation.method]
-        for row in rows:
-            if row.num_drafts != rows[0].num_drafts or not self._goes_on_alike(row, head):
-                return ""
-        return head.method
+        size, counts = len(step.requests), step.num_scheduled_tokens
+        if step.num_drafts.count(num_drafts) < size or counts.count(1 + num_drafts) < size or not all(step.samples):
+            return ""
+        return speculation.method if self._go_on_alike(step, self._drafters[speculation.method], num_drafts) else ""
 
     def must_read_before_next(self, in_flight: Sequence[InFlightStep]) -> bool:
         """Whether the next step depends on accepted drafts; with stages it has requests of its own."""
@@ -142,28 +143,30 @@ class Drafting:
     ) -> DraftInput | None:
         """The worker's draft input after a committed step; None if no request drafts. token_ids: the new tokens of each
         request."""
-        run = in_flight.step.run
-        if run is not None and len(run.requests) == len(in_flight.step.requests) and not self._heads:
+        step = in_flight.step
+        if step.run is not None and len(step.run.requests) == len(step.requests) and not self._heads:
             return None  # no drafts are made for a run, and proposers hear of its tokens when some are
         budgets, concerned, computed = [], [], []
-        for index, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
-            request = row.request
-            count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
+        has_heads, running = bool(self._heads), RequestStatus.RUNNING
+        places = in_flight.indices if in_flight.indices is not None else range(len(token_ids))
+        lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
+        for request, first, count, samples, num_drafts, new, place in zip(*lists, token_ids, places):
+            if num_drafts:
+                count = len(new)
             # preempted meanwhile and begun again: these tokens are computed once more, or cached in blocks that are
             # still being loaded, of which the step that computes with them tells the worker
             if (
-                request.status is not RequestStatus.RUNNING
-                or request.num_computed_tokens < row.num_computed_tokens + count
+                request.status is not running
+                or request.num_computed_tokens < first + count
                 or request.num_sent_blocks < 0
             ):
                 continue
-            launched = index if in_flight.indices is None else in_flight.indices[index]
-            budget = self._budget(row, launched)
+            budget = None if request.speculation is None or not samples else self._budget(request, place)
             if budget is not None:
                 budgets.append(budget)
-            if self._heads:
-                computed.append((request.sequence_id, row.num_computed_tokens, count))
-            if self._heads or budget is not None:
+            if has_heads:
+                computed.append((request.sequence_id, first, count))
+            if has_heads or budget is not None:
                 concerned.append(request)
         if not concerned:
             return None
@@ -178,16 +181,15 @@ class Drafting:
             by_id[sequence_id].speculation = None
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
-            request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
+            request.draft_token_ids, request.draft_parents = tokens.token_ids, tokens.parents
         if not result.is_behind:
             self._note_found(drafts, result)
 
     def measure(self, step: ScheduledStep, sampled: SampledStep) -> None:
         """Report accepted drafts, and the time since the previous decode step, to the planner."""
         now, planner, count = time.monotonic(), self._scheduler.planner, len(step.requests)
-        for index, rows in sampled.accepted_rows.items():
-            if (speculation := step.requests[index].speculation) is not None:
-                planner.observe(speculation.method, step.num_drafts[index], rows)
+        for (method, num_drafts, rows), number in _alike(step, sampled).items():
+            planner.observe(method, num_drafts, rows, number)
         is_decode = step.layered is None and step.total_num_scheduled_tokens == count + sum(step.num_drafts)
         num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
         if is_decode and self._decoded_at and num_tokens:
@@ -203,52 +205,72 @@ class Drafting:
     def _note_found(self, drafts: DraftInput, result: DraftResult) -> None:
         """Report to the planner how many drafts were found. A request without any gets one token, as if none had been
         accepted."""
-        planner, num_wanted, num_found = self._scheduler.planner, Counter[str](), Counter[str]()
+        planner = self._scheduler.planner
+        counts: dict[str, list[int]] = {}  # by method: wanted, found
         for budget, tokens in zip(drafts.budgets, result.drafts):
-            num_wanted[budget.method] += budget.num_drafts
-            num_found[budget.method] += len(tokens.token_ids)
+            of_method = counts.get(budget.method)
+            if of_method is None:
+                of_method = counts[budget.method] = [0, 0]
+            of_method[0] += budget.num_drafts
+            of_method[1] += len(tokens.token_ids)
             if not tokens.token_ids:
                 planner.observe(budget.method, budget.num_drafts, _NONE_FOUND)
-        for method, wanted in num_wanted.items():
-            planner.note_found(method, wanted, num_found[method])
+        for method, (num_wanted, num_found) in counts.items():
+            planner.note_found(method, num_wanted, num_found)
 
-    def _goes_on_alike(self, row: ScheduledRequest, head: DrafterInfo) -> bool:
-        """Whether the next step of a request certainly has the same number of drafts of this head, verified exactly."""
-        request, count, speculation = row.request, row.num_drafts, row.request.speculation
-        if request.adapter is not None:  # its verification runs without the graph that the next one is launched with
-            return False
-        if speculation is None or not speculation.may_run_ahead or request.grammar_state is not None:
-            return False
-        if speculation.method != head.method or self._scheduler.planner.num_drafts(request) != count:
-            return False
-        num_left = request.stop_conditions.max_len - len(request.token_ids)
-        is_verification = row.samples and row.num_scheduled_tokens == 1 + count
-        has_room = num_left > 2 * head.num_levels + 2 and request.num_slots >= _most_slots_after(row, head, 1 + count)
-        return is_verification and has_room
+    def _go_on_alike(self, step: ScheduledStep, head: DrafterInfo, num_drafts: int) -> bool:
+        """Whether the next step of each request of a verification certainly has the same number of drafts of this head,
+        verified exactly."""
+        least_left = 2 * head.num_levels + 2
+        num_more = _most_slots_after(1 + num_drafts, head, 1 + num_drafts)
+        known = None
+        for request, first in zip(step.requests, step.num_computed_tokens):
+            speculation = request.speculation
+            if speculation is not known:
+                if speculation is None or not speculation.may_run_ahead or speculation.method != head.method:
+                    return False
+                if self._scheduler.planner.num_drafts_of(speculation) != num_drafts:
+                    return False
+                known = speculation
+            # with an adapter a verification runs without the graph that the next one is launched with
+            if request.adapter is not None or request.grammar_state is not None:
+                return False
+            num_left = request.stop_conditions.max_len - len(request.token_ids)
+            if num_left <= least_left or request.num_slots < first + num_more:
+                return False
+        return True
 
-    def _drafter_after(self, row: ScheduledRequest) -> DrafterInfo | None:
-        """The drafter that a request uses after this row, or None; known before the row is computed."""
-        speculation = row.request.speculation
-        if speculation is None or not row.samples or not self._scheduler.planner.num_drafts(row.request):
+    def _drafts_behind(self, step: ScheduledStep, head: DrafterInfo) -> bool:
+        """Whether a request of the step drafts with this head after it."""
+        pairs = zip(step.requests, step.samples)
+        return any(samples and self._drafter_of(request.speculation) is head for request, samples in pairs)
+
+    def _drafter_of(self, speculation: Speculation | None) -> DrafterInfo | None:
+        """What requests with these settings draft with after a row that samples, or None; known before the step is
+        computed."""
+        if speculation is None or not self._scheduler.planner.num_drafts_of(speculation):
             return None
         return self._drafters[speculation.method]
 
-    def _budget(self, row: ScheduledRequest, launched: int) -> DraftBudget | None:
-        """The draft budget of a running request after a committed row, or None."""
-        request, scheduler, speculation = row.request, self._scheduler, row.request.speculation
-        num_tokens = len(request.token_ids)
-        if speculation is None or not row.samples or request.num_computed_tokens != num_tokens - 1:
+    def _budget(self, request: Request, place: int) -> DraftBudget | None:
+        """The draft budget of a running request after a row that sampled, or None. place: in the launched step."""
+        scheduler, speculation, num_tokens = self._scheduler, request.speculation, len(request.token_ids)
+        if speculation is None or request.num_computed_tokens != num_tokens - 1:
             return None
         if request.grammar_state is not None and request.grammar_state.is_slow:
             return None
-        drafter = self._drafters[speculation.method]
         num_left = request.stop_conditions.max_len - num_tokens - 1
-        num_drafts = min(scheduler.planner.num_drafts(request), num_left)
-        num_slots, num_most = num_tokens + drafter.num_scratch_slots, scheduler.admission.most_slots(request)
-        has_scratch = num_slots <= num_most
-        if num_drafts <= 0 or request.num_slots < (num_slots if has_scratch else num_most):
+        num_drafts = scheduler.planner.num_drafts_of(speculation)
+        if num_drafts > num_left:
+            num_drafts = num_left
+        if num_drafts <= 0:
             return None
-        return DraftBudget(request.sequence_id, drafter.method, num_drafts, num_left, launched, has_scratch)
+        num_slots = num_tokens + self._drafters[speculation.method].num_scratch_slots
+        num_most = scheduler.admission.most_slots(request)
+        has_scratch = num_slots <= num_most
+        if request.num_slots < (num_slots if has_scratch else num_most):
+            return None
+        return DraftBudget(request.sequence_id, speculation.method, num_drafts, num_left, place, has_scratch)
 
     def _check_off(self, params: SamplingParams) -> None:
         """Refuse a request that asks for drafts if no method is loaded."""
@@ -261,10 +283,27 @@ class Drafting:
             raise RequestError("num_draft_tokens", f"got {params.num_draft_tokens}, {accepted}")
 
 
-def _most_slots_after(row: ScheduledRequest, drafter: DrafterInfo, num_ahead: int) -> int:
-    """Slots that a request may need after a row: of its drafts, the token after them, num_ahead rows and scratch."""
-    return row.num_computed_tokens + row.num_scheduled_tokens + 1 + num_ahead + drafter.num_scratch_slots
+def _most_slots_after(num_tokens: int, drafter: DrafterInfo, num_ahead: int) -> int:
+    """Slots that a request may need after a row that ends with its num_tokens-th token: of its drafts, the token after
+    them, num_ahead rows and scratch."""
+    return num_tokens + 1 + num_ahead + drafter.num_scratch_slots
 
+
+def _alike(step: ScheduledStep, sampled: SampledStep) -> dict[tuple[str, int, Sequence[int]], int]:
+    """How many verifications of a step have the same method, number of drafts and accepted rows: most have them in
+    common, so that the planner hears of few."""
+    counts: dict[tuple[str, int, Sequence[int]], int] = {}
+    requests, num_drafts = step.requests, step.num_drafts
+    for index, rows in sampled.accepted_rows.items():
+        speculation = requests[index].speculation
+        if speculation is not None:
+            alike = speculation.method, num_drafts[index], rows
+            counts[alike] = counts.get(alike, 0) + 1
+    return counts
+
+
+# One object for all requests of the same settings, so that a loop over them sees at a glance what it has looked at.
+_speculation = cache(Speculation)
 
 _FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 
