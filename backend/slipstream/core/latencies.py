@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from slipstream.core.outputs import StepOutput
+from slipstream.core.outputs import DecodedTokens
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 
@@ -23,27 +22,26 @@ def note_start(stats: Stats, request: Request, num_looked_up: int, num_cached: i
             stats.observe(Metric.QUEUE_TIME, max(0, times.first_scheduled_ns - times.arrival_ns) * 1e-9)
 
 
-def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None:
+def note_times(stats: Stats, sampled: DecodedTokens, now_ns: int) -> None:
     """Update each request's times and observe TTFT and ITL. Tokens of one step share the time since the last one."""
-    latencies = stats.observations(Metric.ITL)
-    num_generated = 0
-    for output in outputs:
-        times = output.request.times
-        num_new = len(output.new_token_ids)
-        num_generated += num_new
-        last_ns = times.last_token_ns
-        if last_ns and num_new == 1:
-            latencies.append((now_ns - last_ns) * 1e-9)
-        elif last_ns:
-            latencies.extend([(now_ns - last_ns) * 1e-9 / num_new] * num_new)
-        else:
+    alike: dict[tuple[int, int], int] = {}  # requests by the time of the last token and number of new ones
+    for request, new_token_ids in zip(sampled.requests, sampled.token_ids):
+        times = request.times
+        group = times.last_token_ns, len(new_token_ids)
+        alike[group] = alike.get(group, 0) + 1
+        if not times.last_token_ns:
             times.first_token_ns = now_ns
             if times.arrival_ns:
                 stats.observe(Metric.TTFT, max(0, now_ns - times.arrival_ns) * 1e-9)
         times.last_token_ns = now_ns
-        if output.finish_reason is not None and output.request.search is None:
-            note_lengths(stats, output.request)
+    latencies, num_generated = stats.observations(Metric.ITL), 0
+    for (last_ns, num_new), count in alike.items():
+        num_generated += count * num_new
+        if last_ns:
+            latencies += [(now_ns - last_ns) * 1e-9 / num_new] * (count * num_new)
     stats.add(Metric.GENERATION_TOKENS, num_generated)
+    for index in sampled.ended:
+        note_lengths(stats, sampled.requests[index])
 
 
 def note_decodes(stats: Stats, count: int, last_ns: int, now_ns: int) -> None:
@@ -53,7 +51,9 @@ def note_decodes(stats: Stats, count: int, last_ns: int, now_ns: int) -> None:
 
 
 def note_lengths(stats: Stats, request: Request) -> None:
-    """Observe what a sequence was that ended by a token of its own."""
+    """Observe what a sequence was that ended by a token of its own. A step of a beam search is none."""
+    if request.search is not None:
+        return
     times = request.times
     stats.observe(Metric.PREFILL_TIME, max(0, times.first_token_ns - times.first_scheduled_ns) * 1e-9)
     stats.observe(Metric.DECODE_TIME, max(0, times.last_token_ns - times.first_token_ns) * 1e-9)

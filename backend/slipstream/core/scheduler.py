@@ -24,7 +24,7 @@ from slipstream.core.decode_run import DecodeRuns
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
-from slipstream.core.outputs import StepOutput, StepOutputs
+from slipstream.core.outputs import DecodedTokens, StepOutput, StepOutputs
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.prefix import Prefix
 from slipstream.core.queue_order import ExpiryQueue, SortKey, next_key, sort_key
@@ -136,7 +136,7 @@ class Scheduler:
         if request.is_finished:
             return None
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
-        if reason is FinishReason.STOP and request.search is None:
+        if reason is FinishReason.STOP:
             note_lengths(self.stats, request)
         self._leave(request)
         return StepOutput(request, [], reason, error=error)
@@ -300,7 +300,8 @@ class Scheduler:
         outputs, first = self._runs.commit(step, sampled_token_ids, now_ns, self.stats, self._leave)
         if outputs and first == len(step.requests):
             return outputs
-        of_others: list[StepOutput] = []
+        requests, token_ids, ended = list[Request](), list[list[int]](), dict[int, FinishReason]()
+        filled: list[Request] = []
         block_size, finished, verified = self.cache.block_size, RequestStatus.FINISHED, VerifiedDrafts()
         rows = zip(step.requests[first:], step.samples[first:], sampled_token_ids[first:], strict=True)
         for request, samples, new_token_ids in rows:
@@ -317,15 +318,23 @@ class Scheduler:
                 # drafts that were rejected or cut off by a stop do not count as computed
                 if has_drafts and request.status is RequestStatus.RUNNING:
                     request.num_computed_tokens = len(request.token_ids) - 1
-                of_others.append(StepOutput(request, new_token_ids, request.finish_reason))
+                requests.append(request)
+                token_ids.append(new_token_ids)
             # blocks that the in-flight step is filling may be shared too: their readers run in later steps
             if request.num_computed_tokens >= (request.num_published_blocks + 1) * block_size:
-                self.cache.commit(request)
+                filled.append(request)
             if is_over:
+                assert request.finish_reason is not None
+                ended[len(requests) - 1] = request.finish_reason
+                if filled and filled[-1] is request:
+                    self.cache.commit(filled.pop())  # while it has its blocks
                 self._leave(request)
+        self.cache.commit_filled(filled)
         verified.record(self.stats)
-        note_times(self.stats, of_others, now_ns)
-        outputs += of_others
+        if requests:
+            sampled = DecodedTokens(requests, token_ids, ended)
+            note_times(self.stats, sampled, now_ns)
+            outputs += StepOutputs((sampled,))
         return outputs
 
     # ---- parts

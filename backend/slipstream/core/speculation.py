@@ -322,33 +322,28 @@ class DraftPlanner:
 
 
 class VerifiedDrafts:
-    """The verifications of a step, counted together by method, deepest draft and number of accepted drafts: most of its
-    requests have these in common, and each has a counter a position."""
+    """The verifications of a step, counted together where they are alike: most of its requests have all in common, and
+    each has a counter a position."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, int, int], int] = {}
-        self._num_drafted = self._num_accepted = 0
+        self._counts: dict[tuple[str, int, int, int], int] = {}  # by method, number of drafts, depth and accepted ones
 
     def add(self, request: Request, num_new: int) -> None:
         """Count a request's verified drafts, of which num_new - 1 were accepted, and drop them."""
-        num_drafted, num_accepted = len(request.draft_token_ids), num_new - 1
+        num_drafted, num_accepted, speculation = len(request.draft_token_ids), num_new - 1, request.speculation
         assert num_accepted <= num_drafted, "more tokens than drafts and one"
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += num_accepted
-        self._num_drafted += num_drafted
-        self._num_accepted += num_accepted
-        if request.speculation is not None:
-            alike = request.speculation.method, max_depth(request.draft_parents, num_drafted), num_accepted
-            self._counts[alike] = self._counts.get(alike, 0) + 1
-        request.drop_drafts()
+        depth = max_depth(request.draft_parents, num_drafted) if request.draft_parents else num_drafted
+        alike = "" if speculation is None else speculation.method, num_drafted, depth, num_accepted
+        self._counts[alike] = self._counts.get(alike, 0) + 1
+        request.draft_token_ids, request.draft_parents = [], []
 
     def record(self, stats: Stats) -> None:
-        if not self._num_drafted:
-            return
-        stats.add(Metric.DRAFTED_TOKENS, self._num_drafted)
-        stats.add(Metric.ACCEPTED_TOKENS, self._num_accepted)
-        for (method, depth, num_accepted), count in self._counts.items():
-            for position in range(1, depth + 1):
+        for (method, num_drafted, depth, num_accepted), count in self._counts.items():
+            stats.add(Metric.DRAFTED_TOKENS, count * num_drafted)
+            stats.add(Metric.ACCEPTED_TOKENS, count * num_accepted)
+            for position in range(1, depth + 1) if method else ():
                 stats.add(drafted_metric(method, position), count)
                 if position <= num_accepted:
                     stats.add(accepted_metric(method, position), count)
