@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -62,3 +63,33 @@ def test_the_indices_of_all_requests_have_a_bound(monkeypatch: pytest.MonkeyPatc
     assert drafted(second, [5100, 5101]) == [5102, 5103, 5104]
     proposer.forget([second.sequence_id])
     assert proposer._num_tokens == 0
+
+
+def _searched(text: list[int], shortest: int, longest: int) -> int | None:
+    """The place after the latest occurrence of the longest end of a text within it, by looking everywhere."""
+    for size in range(min(longest, len(text)), shortest - 1, -1):
+        found = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+        if found:
+            return found[-1]
+    return None
+
+
+def test_an_index_that_grows_in_pieces_finds_what_a_search_finds() -> None:
+    """Token 0 too, which in a key is what stands before the text begins."""
+    numbers = Random(3)
+    for _ in range(200):
+        index, text = NgramIndex(2, 4), list[int]()
+        for _ in range(8):
+            piece = [numbers.randrange(3) for _ in range(numbers.randrange(5))]
+            text += piece
+            index.extend(piece)
+            assert index.find(index.end_key, len(text)) == _searched(text, 2, 4), text
+        assert index.token_ids == text
+
+
+def test_a_text_that_is_not_indexed_yet_is_looked_up_by_its_own_end(monkeypatch) -> None:
+    monkeypatch.setattr(ngram, "MAX_INDEXED_TOKENS", 8)
+    request = RequestState(new_request(Request([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 1, 2], SamplingParams())))
+    proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
+    [drafts] = proposer.propose([SimpleNamespace(request=request, num_drafts=3)])  # type: ignore[list-item]
+    assert drafts.token_ids == [3, 4, 5]

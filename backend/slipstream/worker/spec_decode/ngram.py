@@ -22,48 +22,55 @@ MAX_KEPT_NGRAMS = 1 << 24  # of all requests together, at some 100 bytes each: 5
 class NgramIndex:
     """The last position of each n-gram of `shortest` to `longest` tokens in a text that only grows.
 
-    An n-gram's key is one number, 32 bits a token, the last token first: that of one more token is made from it. Each
-    size has a dictionary of its own.
+    An n-gram's key is one number, 32 bits a token: the lower bits of the key of a longer one that ends alike. Each size
+    has a dictionary of its own. end_key: of the last `longest` tokens.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
-        self._ends: list[dict[int, int]] = [{} for _ in range(longest)]  # by size, from 1 on
+        sizes = range(shortest, longest + 1)
+        self._by_size: list[tuple[int, int, dict[int, int]]] = [(size, _mask(size), {}) for size in sizes]
+        self._mask = _mask(longest)
+        self.end_key = 0
         self.token_ids: list[int] = []
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens. N-grams that end with the last token are not indexed yet: no token follows them."""
-        known, longest, shortest = self.token_ids, self._longest, self._shortest
-        start = max(1, len(known))
-        known += token_ids
-        for end in range(start, len(known)):
-            key, size = 0, 0
-            for token_id, ends in zip(reversed(known[max(0, end - longest) : end]), self._ends):
-                key, size = key << 32 | token_id, size + 1
-                if size >= shortest:
-                    ends[key] = end
+        start, key, mask, keys = len(self.token_ids), self.end_key, self._mask, list[int]()
+        for token_id in token_ids:
+            keys.append(key)  # of what stands before this token
+            key = (key << 32 | token_id) & mask
+        self.end_key = key
+        self.token_ids += token_ids
+        for size, own_mask, ends in self._by_size:
+            end = max(start, size)  # the text begins with shorter ones
+            for key in keys if end == start else keys[end - start :]:
+                ends[key & own_mask] = end
+                end += 1
 
-    def find(self, ending: Sequence[int]) -> int | None:
-        """The place after the latest occurrence of the longest indexed end of `ending`."""
-        found, key, size = None, 0, 0
-        for token_id, ends in zip(reversed(ending), self._ends):
-            key, size = key << 32 | token_id, size + 1
-            if size >= self._shortest:
-                longer = ends.get(key)
-                if longer is None:
-                    break  # a longer n-gram that ends alike is not there either
-                found = longer
+    def find(self, key: int, num_tokens: int) -> int | None:
+        """The place after the latest occurrence of the longest indexed end of a text of num_tokens. key: of its end."""
+        found = None
+        for size, mask, ends in self._by_size:
+            longer = ends.get(key & mask) if size <= num_tokens else None
+            if longer is None:
+                break  # a longer n-gram that ends alike is not there either
+            found = longer
         return found
 
-    def continuation(self, ending: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens after the last occurrence of `ending`; past the end of the text they repeat from there."""
-        found = self.find(ending)
+    def continuation(self, key: int, num_known: int, num_tokens: int) -> list[int]:
+        """The tokens after the last occurrence of what `find` finds; past the end of the text they repeat from
+        there."""
+        found = self.find(key, num_known)
         if found is None:
             return []
         tokens = self.token_ids[found : found + num_tokens]
         while tokens and len(tokens) < num_tokens:
             tokens += tokens[: num_tokens - len(tokens)]
         return tokens
+
+
+def _mask(num_tokens: int) -> int:
+    return (1 << 32 * num_tokens) - 1
 
 
 @PROPOSERS.register("ngram")
@@ -111,13 +118,18 @@ class NgramProposer:
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """Look up the reference first: it is given because the output is expected to repeat it."""
-        text = self._grown(self._texts, request, request.token_ids)
-        ending = request.token_ids[-self._longest :]
+        token_ids = request.token_ids
+        text = self._grown(self._texts, request, token_ids)
+        num_known, key = len(token_ids), text.end_key
+        if len(text.token_ids) < num_known:  # not all is indexed yet
+            key = 0
+            for token_id in token_ids[-self._longest :]:
+                key = key << 32 | token_id
         drafts: list[int] = []
         if request.params.reference_ids:
             reference = self._grown(self._references, request, request.params.reference_ids)
-            drafts = reference.continuation(ending, num_drafts)
-        return drafts or text.continuation(ending, num_drafts)
+            drafts = reference.continuation(key, num_known, num_drafts)
+        return drafts or text.continuation(key, num_known, num_drafts)
 
     def _grown(self, indices: dict[int, NgramIndex], request: RequestState, token_ids: Sequence[int]) -> NgramIndex:
         """The request's index of these tokens, extended by MAX_INDEXED_TOKENS, or what MAX_KEPT_NGRAMS has left."""
@@ -125,7 +137,8 @@ class NgramProposer:
         if index is None:
             index = indices[request.sequence_id] = NgramIndex(self._shortest, self._longest)
         start = len(index.token_ids)
-        added = token_ids[start : start + min(MAX_INDEXED_TOKENS, self._max_tokens - self._num_tokens)]
-        self._num_tokens += len(added)
-        index.extend(added)
+        if start < len(token_ids):
+            added = token_ids[start : start + min(MAX_INDEXED_TOKENS, self._max_tokens - self._num_tokens)]
+            self._num_tokens += len(added)
+            index.extend(added)
         return index
