@@ -37,8 +37,8 @@ class SimulatedVerification(Verification):
     dice = np.random.default_rng(0)
 
     def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.AcceptedRows:
-        if self._drafted:  # not warming up
-            counts = [one.num_drafts for one in self._drafted]
+        if self.num_drafts:  # not warming up
+            counts = list(self.num_drafts)
             numbers = [*self._right_ranks(len(counts)), *self.first_rows, *counts]
             on_device = to_device(numbers, torch.int64, batch.token_ids.device)
             walk = _walk_by_kernel if batch.token_ids.is_cuda or IS_INTERPRETING else _walk

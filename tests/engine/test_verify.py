@@ -45,7 +45,7 @@ def scheduled(acceptance: str, parents: list[int], tokens: list[int], temperatur
 def verdict(
     drawn: list[int], parents: list[int] = TREE, tokens: list[int] = TOKENS, dead: tuple[int, ...] = ()
 ) -> tuple[list[int], tuple[int, ...]]:
-    verification = Verification([scheduled("exact", parents, tokens)], SpeculationConfig())
+    verification = Verification([len(tokens)], [scheduled("exact", parents, tokens)], SpeculationConfig())
     return accepted(verification, parents, tokens, torch.tensor(drawn), dead)
 
 
@@ -103,7 +103,7 @@ def test_a_dead_row_is_not_entered() -> None:
 
 def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list[int], drawn: list[int]) -> list[int]:
     config = SpeculationConfig(typical_threshold=0.2, typical_alpha=0.5, acceptance_top_p=0.6, acceptance_window=2)
-    verification = Verification([scheduled(mode, parents, tokens)], config)
+    verification = Verification([len(tokens)], [scheduled(mode, parents, tokens)], config)
     logits = torch.tensor(probs).log()
     rows = len(probs)
     draws = Draws(ops.SamplingMetadata(torch.ones(rows)), torch.zeros(rows, dtype=torch.int64))

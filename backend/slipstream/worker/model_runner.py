@@ -246,7 +246,8 @@ class ModelRunner:
             self._prompt_logprobs.collect(step, states, running.hidden, self._model.logits)
         if step.total_num_drafts:
             previous, self._sampled = self._sampled, None  # a verification keeps its tokens in AcceptedRows
-            drafted = drafted_requests(running, draft_probs)
+            is_plain = running.all_plain or self._sampler.are_plain(running.states)
+            drafted = [] if is_plain else drafted_requests(running, draft_probs)
             return self._verifier.verify(running, drafted, self._prompt_logprobs, previous, masks)
         sampling = states if all(step.samples) else list(compress(states, step.samples))
         if not sampling:
@@ -299,8 +300,9 @@ class ModelRunner:
         """Verify what heads drafted behind a step, before anything of it is read: its requests, with the
         same number of drafts."""
         tensors = self._verifier.advance(len(behind.states), behind.tensors, rows, drafts)
-        running = RunningStep(step, behind.states, tensors, self.forward(tensors))
-        drafted = [DraftedRequest(state, count) for state, count in zip(behind.states, step.num_drafts)]
+        is_plain = behind.all_plain or self._sampler.are_plain(behind.states)
+        running = RunningStep(step, behind.states, tensors, self.forward(tensors), all_plain=is_plain)
+        drafted = [] if is_plain else list(map(DraftedRequest, behind.states, step.num_drafts))
         return running, self._verifier.verify(running, drafted, self._prompt_logprobs, is_ahead=True)
 
     def capture_next(self) -> bool:

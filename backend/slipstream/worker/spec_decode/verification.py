@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from slipstream_kernels import ops
@@ -59,18 +60,22 @@ def drafted_requests(running: RunningStep, draft_probs: Mapping[int, torch.Tenso
 
 
 class Verification:
-    """The sampled rows of one step in which requests have drafts. drafted: the requests that sample, in order."""
+    """The sampled rows of one step in which requests have drafts. num_drafts: of each request that samples, in order.
+    drafted: these requests; none if all are plain, of which nothing has to be known."""
 
-    def __init__(self, drafted: Sequence[DraftedRequest], config: SpeculationConfig) -> None:
+    def __init__(self, num_drafts: Sequence[int], drafted: Sequence[DraftedRequest], config: SpeculationConfig) -> None:
         self._config = config
         self._drafted = drafted
-        self.first_rows: list[int] = []
-        self.num_rows = 0
+        self.num_drafts = num_drafts
+        self.num_rows = len(num_drafts) + sum(num_drafts)
+        self.states: list[RequestState] = []  # the request of each row
         self._judged: list[int] = []  # indices in `drafted` of requests with drafts judged by probabilities
         self._rejection: list[int] = []
         for index, one in enumerate(drafted):
-            self.first_rows.append(self.num_rows)
-            self.num_rows += 1 + one.num_drafts
+            state = one.state
+            self.states += [state] * (1 + one.num_drafts)
+            if state.is_greedy or state.acceptance == "exact":
+                continue
             mode = _mode(one)
             if mode == "rejection":
                 self._rejection.append(index)
@@ -80,9 +85,10 @@ class Verification:
         self._scores: torch.Tensor | None = None
 
     @property
-    def states(self) -> list[RequestState]:
-        """The request of each row."""
-        return [one.state for one in self._drafted for _ in range(1 + one.num_drafts)]
+    def first_rows(self) -> list[int]:
+        """The sampled row of each request's last token."""
+        ends = accumulate(1 + count for count in self.num_drafts)
+        return [end - 1 - count for end, count in zip(ends, self.num_drafts)]
 
     @property
     def paths(self) -> Paths:
@@ -149,10 +155,10 @@ class Verification:
         """Mark the drafts that the lossy modes accept, and score each by the log-probability of its path."""
         device, temperature = logits.device, draws.metadata.temperature
         assert temperature is not None  # a step of greedy rows has no judge
-        marks = torch.zeros(self.num_rows, dtype=torch.int8, device=device)
+        marks, first_rows = torch.zeros(self.num_rows, dtype=torch.int8, device=device), self.first_rows
         scores = torch.zeros(self.num_rows, dtype=torch.float32, device=device)
         for index in self._judged:
-            one, first = self._drafted[index], self.first_rows[index]
+            one, first = self._drafted[index], first_rows[index]
             parents, num_drafts = one.draft_parents, one.num_drafts
             after = [first + 1 + parent for parent in parents_of(parents, num_drafts)]
             row_of = to_device(after, torch.int64, device)
@@ -185,12 +191,12 @@ class Verification:
     ) -> torch.Tensor:
         """Rejection sampling of drawn chains: a draft d from q is accepted with probability min(1, p(d) / q(d)), else a
         token is drawn from max(p - q, 0). Rows without a draft after them keep their token."""
-        device = logits.device
+        device, first_rows = logits.device, self.first_rows
         rows: list[int] = []
         tokens: list[int] = []
         drawn_from: list[torch.Tensor] = []
         for index in self._rejection:
-            one, first = self._drafted[index], self.first_rows[index]
+            one, first = self._drafted[index], first_rows[index]
             rows += range(first, first + one.num_drafts)
             tokens += one.draft_token_ids
             assert one.draft_probs is not None
@@ -205,7 +211,7 @@ class Verification:
 
 def _mode(one: DraftedRequest) -> str:
     """The acceptance mode of a request's drafts in this step."""
-    if not one.num_drafts or one.state.params.is_greedy:
+    if not one.num_drafts or one.state.is_greedy:
         return "exact"
     mode = one.state.acceptance
     if mode == "rejection" and (one.draft_probs is None or one.draft_parents):

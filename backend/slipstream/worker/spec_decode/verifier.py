@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from slipstream_kernels import ops
@@ -50,6 +51,8 @@ class Verifier:
         self._plan, self._device = plan, model.context.device
         self._next_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         self._accepted = ops.empty_accepted_rows(num_requests, self._device)
+        self._first_accepted: dict[int, ops.AcceptedRows] = {}  # by number of requests
+        self._last_counts = list[int](), torch.empty(0, dtype=torch.int32, device=self._device)
 
     def rows_of_graphs(self, graphs: StepGraphs[GraphShape]) -> list[ComputedRows]:
         """The static tensors of every graph of a verification, for drafting to be captured behind it."""
@@ -57,7 +60,7 @@ class Verifier:
         for shape in graphs.shapes:
             if shape.is_verification:
                 batch, hidden = graphs.tensors(shape)
-                accepted, next_ids = self._accepted.first(shape.num_requests), self._next_ids[: shape.num_tokens]
+                accepted, next_ids = self._accepted_of(shape.num_requests), self._next_ids[: shape.num_tokens]
                 found.append(ComputedRows(batch, hidden, next_ids, accepted.last, accepted, shape))
         return found
 
@@ -78,15 +81,18 @@ class Verifier:
     ) -> LaunchedSample:
         """Draw a token for every draft and last token of the step, and accept drafts by them.
 
-        drafted: the requests that sample. previous: the step before, whose tokens the host may not know yet, for
-        requests without drafts. is_ahead: only the device knows the drafts, so no draw may depend on them.
+        drafted: the requests that sample; none if all are plain. previous: the step before, whose tokens the host may
+        not know yet, for requests without drafts. is_ahead: only the device knows the drafts, so no draw may depend on
+        them.
         """
         step, batch = running.step, running.tensors.batch
-        verification = Verification(drafted, self._config)
+        num_drafts = step.num_drafts if all(step.samples) else list(compress(step.num_drafts, step.samples))
+        verification = Verification(num_drafts, drafted, self._config)
         all_sample = verification.num_rows == len(step.token_ids)
         rows = slice(verification.num_rows) if all_sample else batch.logits_indices
-        logits = self._model.raw_logits(running.hidden[rows])
-        if all(one.state.is_plain for one in drafted):
+        is_whole = all_sample and running.hidden.shape[0] == verification.num_rows
+        logits = self._model.raw_logits(running.hidden if is_whole else running.hidden[rows])
+        if not drafted:
             tokens = PendingTokens(ops.greedy(logits))
         else:
             tokens = self._sampler.sample(
@@ -102,9 +108,8 @@ class Verifier:
             verification.bury(found.dead_rows if found is not None else (), self._device)
         verification.agree(self._model.context.parallel, self._device)
         next_ids = self.next_ids(running, tokens.token_ids)
-        num_drafts = [*step.num_drafts, *[0] * (batch.seq_lens.shape[0] - len(step.num_drafts))]
-        counts = to_device(num_drafts, torch.int32, self._device)
-        accepted = verification.accept(batch, counts, next_ids, self._accepted.first(len(num_drafts)))
+        counts = self._counts_of(step.num_drafts, batch.seq_lens.shape[0])
+        accepted = verification.accept(batch, counts, next_ids, self._accepted_of(counts.shape[0]))
         if step.draft_parents and self._compactions:
             self._compact(verification, batch, counts, next_ids, accepted)
         paths = HostCopy((accepted.paths,), is_urgent=True)
@@ -134,6 +139,23 @@ class Verifier:
         longest = min(tensors.batch.max_seq_len + tensors.batch.max_query_len, self._plan.max_model_len)
         return replace(tensors, batch=replace(tensors.batch, max_seq_len=longest))
 
+    def _accepted_of(self, num_requests: int) -> ops.AcceptedRows:
+        """The first of the static rows. Five views are not made anew in each step."""
+        found = self._first_accepted.get(num_requests)
+        if found is None:
+            found = self._first_accepted[num_requests] = self._accepted.first(num_requests)
+        return found
+
+    def _counts_of(self, num_drafts: list[int], num_requests: int) -> torch.Tensor:
+        """[num_requests] int32: the numbers of drafts, and 0 for padding. The same tensor again for the same numbers,
+        as nearly all steps behind a head have."""
+        last_drafts, counts = self._last_counts
+        if num_drafts != last_drafts or counts.shape[0] != num_requests:
+            padded = [*num_drafts, *[0] * (num_requests - len(num_drafts))]
+            counts = to_device(padded, torch.int32, self._device)
+            self._last_counts = num_drafts, counts
+        return counts
+
     def _update(self, rows: ComputedRows, num_requests: int, drafts: ops.DraftRows) -> None:
         ops.update_step_inputs(_step_rows(rows), num_requests, rows.next_ids, rows.last, drafts, self._plan.block_size)
 
@@ -156,8 +178,9 @@ class Verifier:
         num_tokens = batch.token_ids.shape[0]
         is_static = running.tensors.graph is not None
         next_ids = self._next_ids[:num_tokens] if is_static else torch.empty_like(batch.token_ids)
-        if drawn is not None and len(drawn) == len(step.token_ids):
-            next_ids[: len(drawn)].copy_(drawn)
+        if drawn is not None and drawn.shape[0] == len(step.token_ids):
+            own = next_ids if drawn.shape[0] == num_tokens else next_ids[: drawn.shape[0]]
+            own.copy_(drawn)
             return next_ids
         known: list[int] = []
         for state, start, count in zip(running.states, step.num_computed_tokens, step.num_scheduled_tokens):
