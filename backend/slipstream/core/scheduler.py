@@ -182,8 +182,7 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
         """Schedule one token plus drafts for each decoding request; append the others to `prefills`."""
         add_request, add_computed = step.requests.append, step.num_computed_tokens.append
-        num_drafts_of = self.planner.num_drafts
-        with_drafts: list[tuple[int, int]] = []  # (place in the step, number of drafts)
+        num_drafts_of, counts = self.planner.num_drafts, list[int]()
         draft_budget = (budget - len(self._running)) // 2
         num_most = -(-len(self._running) // self.num_microbatches)  # so that each step in flight gets some of them
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
@@ -207,16 +206,15 @@ class Scheduler:
                 num_new = self._grow(request, num_new, step)
                 if num_new == 0:
                     break
-            if num_new > 1:
-                with_drafts.append((len(step.requests), num_new - 1))
             add_request(request)
             add_computed(num_computed)
+            counts.append(num_new)
             request.num_computed_tokens = num_computed + num_new
             request.num_output_placeholders = num_pending + 1
             budget -= num_new
             draft_budget -= num_new - 1
-        step.fill_decodes(with_drafts)
-        if not with_drafts and self.num_microbatches == 1:
+        step.fill_decodes(counts)
+        if sum(counts) == len(counts) and self.num_microbatches == 1:
             self._runs.note_look(step, self._running, prefills)
         return budget
 

@@ -8,7 +8,7 @@ Without times measured at start, the limit is the number of rows that cost no mo
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -326,7 +326,7 @@ class VerifiedDrafts:
     each has a counter a position."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, int, int, int], int] = {}  # by method, number of drafts, depth and accepted ones
+        self._found: list[tuple[str, int, int, int]] = []  # method, number of drafts, depth, accepted ones
 
     def add(self, request: Request, num_new: int) -> None:
         """Count a request's verified drafts, of which num_new - 1 were accepted, and drop them."""
@@ -335,12 +335,12 @@ class VerifiedDrafts:
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += num_accepted
         depth = max_depth(request.draft_parents, num_drafted) if request.draft_parents else num_drafted
-        alike = "" if speculation is None else speculation.method, num_drafted, depth, num_accepted
-        self._counts[alike] = self._counts.get(alike, 0) + 1
+        method = "" if speculation is None else speculation.method
+        self._found.append((method, num_drafted, depth, num_accepted))
         request.draft_token_ids, request.draft_parents = [], []
 
     def record(self, stats: Stats) -> None:
-        for (method, num_drafted, depth, num_accepted), count in self._counts.items():
+        for (method, num_drafted, depth, num_accepted), count in Counter(self._found).items():
             stats.add(Metric.DRAFTED_TOKENS, count * num_drafted)
             stats.add(Metric.ACCEPTED_TOKENS, count * num_accepted)
             for position in range(1, depth + 1) if method else ():
@@ -354,8 +354,9 @@ def truncate_drafts(request: Request, max_drafts: int) -> int:
 
     Returns the number of drafts left. Parents precede their children, so a truncated tree is a tree.
     """
-    max_drafts = max(0, min(max_drafts, request.stop_conditions.max_len - len(request.token_ids) - 1))
-    if len(request.draft_token_ids) > max_drafts:
+    num_drafts, num_left = len(request.draft_token_ids), request.stop_conditions.max_len - len(request.token_ids) - 1
+    if num_drafts > max_drafts or num_drafts > num_left:
+        num_drafts = max_drafts = max(0, min(max_drafts, num_left))
         request.draft_token_ids = request.draft_token_ids[:max_drafts]  # the drafter's own lists
         request.draft_parents = request.draft_parents[:max_drafts]
-    return len(request.draft_token_ids)
+    return num_drafts

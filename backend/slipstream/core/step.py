@@ -74,12 +74,14 @@ class ScheduledStep:
         self.samples.append(samples)
         self.num_drafts.append(num_drafts)
 
-    def fill_decodes(self, with_drafts: Sequence[tuple[int, int]] = ()) -> None:
-        """Give the requests so far a token each, which is sampled. with_drafts: (index, number of drafts)."""
+    def fill_decodes(self, counts: list[int] | None = None) -> None:
+        """Give the requests so far a token each and its drafts, which are sampled. counts: both together; None: none of
+        them has drafts."""
         count = len(self.requests)
-        self.num_scheduled_tokens, self.num_drafts, self.samples = [1] * count, [0] * count, [True] * count
-        for index, num_drafts in with_drafts:
-            self.num_scheduled_tokens[index], self.num_drafts[index] = 1 + num_drafts, num_drafts
+        self.samples, self.num_drafts = [True] * count, [0] * count
+        self.num_scheduled_tokens = [1] * count if counts is None else counts
+        if counts is not None and sum(counts) > count:
+            self.num_drafts = [number - 1 for number in counts]
 
     def add_prefill(self, request: Request, num_new: int, num_missing: int) -> None:
         """A chunk of a prompt, which samples if nothing is missing then; counts as computed."""
