@@ -47,12 +47,11 @@ from slipstream.engine.engine import Engine  # noqa: E402
 from slipstream.nn.batch import ForwardBatch  # noqa: E402
 from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
 from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
+from slipstream.worker.interface import DraftBudget, DraftTokens  # noqa: E402
 from slipstream.worker.launched_step import ComputedRows  # noqa: E402
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead  # noqa: E402
 from slipstream.worker.spec_decode.interface import (  # noqa: E402
     PROPOSERS,
-    DraftOutput,
-    DraftRequest,
     SpeculatorContext,
 )
 from slipstream.worker.spec_decode.planning import DraftMemory, Planning  # noqa: E402
@@ -100,8 +99,8 @@ class _Head(GraphedHead):
     def _draft(self, rows: ComputedRows) -> torch.Tensor:
         return self._tokens[: len(rows.last)]
 
-    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
-        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
+    def drafts(self, wanted: DraftBudget, tokens: list[int]) -> DraftTokens:
+        return DraftTokens(tokens[: min(wanted.num_drafts, wanted.depth)])
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         return ops.DraftRows(tokens[:, :num_drafts])

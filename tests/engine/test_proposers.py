@@ -26,8 +26,9 @@ from slipstream.core.step import ScheduledStep
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
 from slipstream.engine.in_flight import AheadStep, InFlightStep
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.spec_decode.eagle import EagleDrafter
-from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest
+from slipstream.worker.spec_decode.interface import PROPOSERS
 from slipstream.worker.spec_decode.medusa import default_choices, parse_choices
 from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
@@ -372,7 +373,7 @@ def test_a_chain_is_the_tree_of_one_branch(
     found: dict[str, list[list[int]]] = {"chain": [], "tree": []}
     give = EagleDrafter.drafts
 
-    def note(self: EagleDrafter, wanted: DraftRequest, tokens: list[Any], name: str) -> DraftOutput:
+    def note(self: EagleDrafter, wanted: DraftBudget, tokens: list[Any], name: str) -> DraftTokens:
         found[name].append(tokens)
         return give(self, wanted, tokens)
 

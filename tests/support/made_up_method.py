@@ -36,12 +36,11 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.request import Request
 from slipstream.core.stats import METRICS, Stats, accepted_metric, drafted_metric
 from slipstream.nn.heads.tensors import copy_slot, fill, read_tensors
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
-    DraftOutput,
-    DraftRequest,
     SpeculatorContext,
     read_head,
 )
@@ -75,8 +74,8 @@ class ProjectedHead(GraphedHead):
         size = planning.target.spec.hidden_size
         return planning.memory_of([torch.empty(size, size, device="meta", dtype=planning.target.context.dtype)])
 
-    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
-        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
+    def drafts(self, wanted: DraftBudget, tokens: list[int]) -> DraftTokens:
+        return DraftTokens(tokens[: min(wanted.num_drafts, wanted.depth)])
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         return ops.DraftRows(tokens[:, :num_drafts])

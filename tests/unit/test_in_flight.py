@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from slipstream.core.config import EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import EngineError, RankLostError
+from slipstream.core.finish import StopConditions
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.layered_prefill import LayeredChunk
@@ -26,7 +27,7 @@ from slipstream.engine.in_flight import (
     sampled_step,
 )
 from slipstream.engine.step_inputs import StepInputs
-from slipstream.worker.interface import DrafterInfo, ProcessorReport, StepResult
+from slipstream.worker.interface import AlikeBudgets, DrafterInfo, DraftResult, ProcessorReport, StepResult
 
 
 def _requests(count: int) -> list[Request]:
@@ -176,6 +177,117 @@ def test_who_waits_for_blocks_of_its_own_again_is_told_to_the_worker_with_its_ne
     assert drafting.input_after(InFlightStep(1, step), [[]], inputs) is None
     again = ScheduledStep.of([ScheduledRequest(request, 8, 1, True)])
     assert [new.block_ids for new in inputs.build(2, again).new_requests] == [[5, 6, 7]]
+
+
+# ---- what may draft behind a verification that has been read
+
+
+def _verified(num_requests: int, drafts_trees: bool = False) -> tuple[Drafting, StepInputs, list[Request], AheadStep]:
+    """A verification of two drafts of each request that is committed with all of them, and the one launched behind."""
+    drafters = [DrafterInfo("mtp", 2, 2, 2, is_head=True, reads_all_rows=True, drafts_trees=drafts_trees)]
+    scheduler = Scheduler(SchedulerConfig(), KVCacheManager(64, 16), 64)
+    scheduler.planner.begin_step(num_requests)
+    drafting = Drafting(EngineConfig(ModelConfig("m")), drafters, scheduler)
+    inputs, requests = StepInputs(makes_drafts=True), _requests(num_requests)
+    wanted = drafting.resolve(SamplingParams(temperature=0.0, speculative_method="mtp"))
+    for request in requests:
+        request.stop_conditions = StopConditions(request, 64)
+        request.speculation, request.num_sent_blocks, request.num_slots = wanted, 0, 32
+    step = ScheduledStep.of(_rows(requests, num_computed=2))
+    assert drafting.method_ahead(step, ("mtp",)) == "mtp"
+    ahead = AheadStep.of(InFlightStep(2, step, ("mtp",)))
+    for request in requests:
+        request.status, request.token_ids, request.num_computed_tokens = RequestStatus.RUNNING, [1, 2, 3, 4, 5, 6], 5
+    return drafting, inputs, requests, ahead
+
+
+def test_requests_of_a_verification_launched_ahead_draft_alike_as_each_by_itself() -> None:
+    drafting, inputs, requests, ahead = _verified(4)
+    requests[1].status = RequestStatus.FINISHED
+    requests[2].note_preempted()
+    read, tokens = InFlightStep(1, ahead.in_flight.step, ("mtp",)), [[4, 5, 6]] * 4
+    found = drafting.input_after(read, tokens, inputs, ahead)
+    each = drafting.input_after(read, tokens, inputs)
+    assert found is not None and each is not None and not found.budgets and each.alike is None
+    assert found.alike == AlikeBudgets("mtp", 2, [requests[0].sequence_id, requests[3].sequence_id], [0, 3])
+    pairs = [(budget.sequence_id, budget.num_drafts, budget.index, budget.has_scratch) for budget in each.budgets]
+    assert pairs == [(one.sequence_id, 2, index, True) for one, index in ((requests[0], 0), (requests[3], 3))]
+    assert found.computed == each.computed == [(requests[place].sequence_id, 2, 3) for place in (0, 3)]
+    drafting.assign(read.step, found, DraftResult([], chains=[[7, 8], []]))
+    assert [request.draft_token_ids for request in requests] == [[7, 8], [], [], []]
+
+
+def _lose(drafting: Drafting, requests: list[Request]) -> None:
+    requests[1].speculation = None
+
+
+def _ask_for_less(drafting: Drafting, requests: list[Request]) -> None:
+    requests[1].speculation = drafting.resolve(
+        SamplingParams(temperature=0.0, num_draft_tokens=1, speculative_method="mtp")
+    )
+
+
+def _plan_less(drafting: Drafting, requests: list[Request]) -> None:
+    drafting._scheduler.planner.num_drafts_of = lambda wanted: 1  # type: ignore[method-assign]
+
+
+def _begin_again(drafting: Drafting, requests: list[Request]) -> None:
+    requests[1].num_computed_tokens = 16
+
+
+@pytest.mark.parametrize(
+    ("change", "num_drafting"), [(_lose, 2), (_ask_for_less, 3), (_plan_less, 3), (_begin_again, 2)]
+)
+def test_each_is_looked_at_once_one_is_not_as_it_was(
+    change: Callable[[Drafting, list[Request]], None], num_drafting: int
+) -> None:
+    drafting, inputs, requests, ahead = _verified(3)
+    change(drafting, requests)
+    found = drafting.input_after(InFlightStep(1, ahead.in_flight.step), [[4, 5, 6]] * 3, inputs, ahead)
+    assert found is not None and found.alike is None and len(found.budgets) == num_drafting
+
+
+def test_each_is_looked_at_where_drafts_are_trees_and_behind_another_step() -> None:
+    drafting, inputs, _, ahead = _verified(2, drafts_trees=True)
+    found = drafting.input_after(InFlightStep(1, ahead.in_flight.step), [[4, 5, 6]] * 2, inputs, ahead)
+    assert found is not None and found.alike is None and len(found.budgets) == 2
+    drafting, inputs, requests, ahead = _verified(2)
+    another = ScheduledStep.of(_rows(requests, num_computed=2))
+    found = drafting.input_after(InFlightStep(1, another), [[4, 5, 6]] * 2, inputs, ahead)
+    assert found is not None and found.alike is None and len(found.budgets) == 2
+
+
+def _log_probabilities(requests: list[Request], step: ScheduledStep) -> None:
+    requests[1].speculation = replace(requests[1].speculation, may_run_ahead=False)  # type: ignore[type-var]
+
+
+def _a_grammar(requests: list[Request], step: ScheduledStep) -> None:
+    requests[1].grammar_state = object()
+
+
+def _an_end(requests: list[Request], step: ScheduledStep) -> None:
+    requests[1].stop_conditions.max_len = len(requests[1].token_ids) + 6
+
+
+def _no_slots(requests: list[Request], step: ScheduledStep) -> None:
+    requests[1].num_slots = 2 + 3 + 1 + 3 + 2 - 1
+
+
+def _a_plain_row(requests: list[Request], step: ScheduledStep) -> None:
+    step.num_drafts[1], step.num_scheduled_tokens[1] = 0, 1
+
+
+@pytest.mark.parametrize("change", [_log_probabilities, _a_grammar, _an_end, _no_slots, _a_plain_row, _draft_less])
+def test_nothing_is_launched_behind_a_verification_unless_all_go_on_alike(
+    change: Callable[[list[Request], ScheduledStep], None],
+) -> None:
+    drafting, _, requests, ahead = _verified(3)
+    step = ahead.in_flight.step
+    for request in requests:
+        request.token_ids = [1, 2, 3]
+    assert drafting.method_ahead(step, ("mtp",)) == "mtp"
+    change(requests, step)
+    assert drafting.method_ahead(step, ("mtp",)) == ""
 
 
 def test_log_probabilities_end_where_the_tokens_do() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import compress
 
 import torch
 
@@ -18,12 +19,12 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, MeasuredStep, Speculation
 from slipstream.core.step import ScheduledStep
 from slipstream.core.step_costs import StepCosts
-from slipstream.engine.in_flight import InFlightStep, SampledStep
+from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.quant import FREE_TOKENS, choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.hardware import Hardware
-from slipstream.worker.interface import DraftBudget, DrafterInfo, DraftInput, DraftResult
+from slipstream.worker.interface import AlikeBudgets, DraftBudget, DrafterInfo, DraftInput, DraftResult
 from slipstream.worker.request_state import draws_by_itself
 from slipstream.worker.spec_decode import PROPOSERS
 
@@ -139,15 +140,24 @@ class Drafting:
         return ""
 
     def input_after(
-        self, in_flight: InFlightStep, token_ids: Sequence[list[int]], inputs: StepInputs
+        self,
+        in_flight: InFlightStep,
+        token_ids: Sequence[list[int]],
+        inputs: StepInputs,
+        ahead: AheadStep | None = None,
     ) -> DraftInput | None:
         """The worker's draft input after a committed step; None if no request drafts. token_ids: the new tokens of each
-        request."""
+        request. ahead: what is launched ahead, perhaps behind this step."""
         step = in_flight.step
+        if ahead is not None and ahead.in_flight.step is step:
+            found = self._alike_after(in_flight, token_ids, inputs)
+            if found is not None:
+                return found
         if step.run is not None and len(step.run.requests) == len(step.requests) and not self._heads:
             return None  # no drafts are made for a run, and proposers hear of its tokens when some are
         budgets, concerned, computed = [], [], []
-        has_heads, running = bool(self._heads), RequestStatus.RUNNING
+        has_heads, running, planner = bool(self._heads), RequestStatus.RUNNING, self._scheduler.planner
+        known, num_most, num_scratch = None, 0, 0  # the last settings, and what they allow
         places = in_flight.indices if in_flight.indices is not None else range(len(token_ids))
         lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
         for request, first, count, samples, num_drafts, new, place in zip(*lists, token_ids, places):
@@ -161,7 +171,10 @@ class Drafting:
                 or request.num_sent_blocks < 0
             ):
                 continue
-            budget = None if request.speculation is None or not samples else self._budget(request, place)
+            if (speculation := request.speculation) is not known:
+                known, num_most = speculation, 0 if speculation is None else planner.num_drafts_of(speculation)
+                num_scratch = self._drafters[speculation.method].num_scratch_slots if speculation is not None else 0
+            budget = self._budget(request, place, num_most, num_scratch) if num_most and samples else None
             if budget is not None:
                 budgets.append(budget)
             if has_heads:
@@ -179,6 +192,10 @@ class Drafting:
         by_id = {request.sequence_id: request for request in step.requests}
         for sequence_id in result.lost_ids:
             by_id[sequence_id].speculation = None
+        if drafts.alike is not None:
+            for sequence_id, chain in zip(drafts.alike.sequence_ids, result.chains, strict=True):
+                request = by_id[sequence_id]
+                request.draft_token_ids, request.draft_parents = chain, []
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = tokens.token_ids, tokens.parents
@@ -205,18 +222,18 @@ class Drafting:
     def _note_found(self, drafts: DraftInput, result: DraftResult) -> None:
         """Report to the planner how many drafts were found. A request without any gets one token, as if none had been
         accepted."""
-        planner = self._scheduler.planner
-        counts: dict[str, list[int]] = {}  # by method: wanted, found
-        for budget, tokens in zip(drafts.budgets, result.drafts):
-            of_method = counts.get(budget.method)
-            if of_method is None:
-                of_method = counts[budget.method] = [0, 0]
-            of_method[0] += budget.num_drafts
-            of_method[1] += len(tokens.token_ids)
-            if not tokens.token_ids:
+        planner, budgets = self._scheduler.planner, drafts.budgets
+        wanted, found = [budget.num_drafts for budget in budgets], [len(tokens.token_ids) for tokens in result.drafts]
+        for method in {budget.method for budget in budgets}:
+            are_own = [budget.method == method for budget in budgets]
+            planner.note_found(method, sum(compress(wanted, are_own)), sum(compress(found, are_own)))
+        for budget, num_found in zip(budgets, found) if not all(found) else ():
+            if not num_found:
                 planner.observe(budget.method, budget.num_drafts, _NONE_FOUND)
-        for method, (num_wanted, num_found) in counts.items():
-            planner.note_found(method, num_wanted, num_found)
+        if (alike := drafts.alike) is not None:
+            chains = result.chains
+            planner.note_found(alike.method, alike.num_drafts * len(chains), sum(map(len, chains)))
+            planner.observe(alike.method, alike.num_drafts, _NONE_FOUND, chains.count([]))
 
     def _go_on_alike(self, step: ScheduledStep, head: DrafterInfo, num_drafts: int) -> bool:
         """Whether the next step of each request of a verification certainly has the same number of drafts of this head,
@@ -252,23 +269,47 @@ class Drafting:
             return None
         return self._drafters[speculation.method]
 
-    def _budget(self, request: Request, place: int) -> DraftBudget | None:
-        """The draft budget of a running request after a row that sampled, or None. place: in the launched step."""
-        scheduler, speculation, num_tokens = self._scheduler, request.speculation, len(request.token_ids)
-        if speculation is None or request.num_computed_tokens != num_tokens - 1:
+    def _alike_after(
+        self, in_flight: InFlightStep, token_ids: Sequence[list[int]], inputs: StepInputs
+    ) -> DraftInput | None:
+        """`input_after` of a verification behind which the next is launched: `_go_on_alike` has looked at each request
+        then, and nothing but its end has changed since. None if something has, or drafts are trees, which are cut."""
+        step, running = in_flight.step, RequestStatus.RUNNING
+        expected, num_drafts = step.requests[0].speculation, step.num_drafts[0]
+        if expected is None or self._drafters[expected.method].drafts_trees:
             return None
-        if request.grammar_state is not None and request.grammar_state.is_slow:
+        if self._scheduler.planner.num_drafts_of(expected) != num_drafts:
+            return None
+        alike, concerned, computed = AlikeBudgets(expected.method, num_drafts), [], []
+        rows = zip(step.requests, step.num_computed_tokens, token_ids)
+        for index, (request, first, new) in enumerate(rows):  # none has been left out of the launched step
+            if request.status is not running:
+                continue
+            count = len(new)
+            if request.speculation is not expected or request.num_computed_tokens != first + count:
+                return None
+            concerned.append(request)
+            computed.append((request.sequence_id, first, count))
+            alike.sequence_ids.append(request.sequence_id)
+            alike.indices.append(index)
+        if not concerned:
+            return None
+        return DraftInput(in_flight.step_id, [], computed, inputs.updates(concerned), alike)
+
+    def _budget(self, request: Request, place: int, num_drafts: int, num_scratch: int) -> DraftBudget | None:
+        """The draft budget of a running request after a row that sampled, or None. place: in the launched step.
+        num_drafts, num_scratch: drafts that it may have, and slots behind its tokens that drafting writes."""
+        num_tokens, speculation, grammar_state = len(request.token_ids), request.speculation, request.grammar_state
+        if request.num_computed_tokens != num_tokens - 1 or (grammar_state is not None and grammar_state.is_slow):
             return None
         num_left = request.stop_conditions.max_len - num_tokens - 1
-        num_drafts = scheduler.planner.num_drafts_of(speculation)
         if num_drafts > num_left:
             num_drafts = num_left
-        if num_drafts <= 0:
-            return None
-        num_slots = num_tokens + self._drafters[speculation.method].num_scratch_slots
-        num_most = scheduler.admission.most_slots(request)
-        has_scratch = num_slots <= num_most
-        if request.num_slots < (num_slots if has_scratch else num_most):
+        num_slots, has_scratch = num_tokens + num_scratch, True
+        if num_scratch > num_left:  # perhaps more than it may have
+            num_most = self._scheduler.admission.most_slots(request)
+            num_slots, has_scratch = min(num_slots, num_most), num_slots <= num_most
+        if speculation is None or num_drafts <= 0 or request.num_slots < num_slots:
             return None
         return DraftBudget(request.sequence_id, speculation.method, num_drafts, num_left, place, has_scratch)
 

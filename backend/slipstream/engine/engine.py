@@ -318,7 +318,7 @@ class Engine:
         self._structured.advance(committed)
         if not self._drafting.is_empty:
             self._drafting.measure(in_flight.step, sampled)
-            drafts = self._drafting.input_after(in_flight, sampled.token_ids, self._inputs)
+            drafts = self._drafting.input_after(in_flight, sampled.token_ids, self._inputs, self._ahead)
             if drafts is not None:
                 self._drafting.assign(in_flight.step, drafts, self.worker.draft(drafts))
 

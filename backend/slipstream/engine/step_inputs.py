@@ -155,12 +155,12 @@ class StepInputs:
         return new_request(request, with_hashes=self._makes_drafts)
 
     def _new_tokens(self) -> dict[int, list[int]]:
-        found = {}
+        found, num_sent_tokens = {}, self._num_sent_tokens
         for sequence_id, request in self._readers.items():
-            num_sent = self._num_sent_tokens[sequence_id]
-            if request.num_tokens > num_sent:
+            num_tokens, num_sent = len(request.token_ids), num_sent_tokens[sequence_id]
+            if num_tokens > num_sent:
                 found[sequence_id] = request.token_ids[num_sent:]
-                self._num_sent_tokens[sequence_id] = request.num_tokens
+                num_sent_tokens[sequence_id] = num_tokens
         return found
 
 

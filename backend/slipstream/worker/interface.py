@@ -178,15 +178,27 @@ class DraftBudget:
     has_scratch: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class AlikeBudgets:
+    """The requests of a verification behind which the next one is launched already: each may have a chain of num_drafts
+    tokens of the same head. indices: of sequence_ids in the launched step."""
+
+    method: str
+    num_drafts: int
+    sequence_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class DraftInput:
     """Sent after a step was read. computed: (sequence id, first token, number of tokens) of its running requests, for
-    the KV caches of heads. budgets: which requests may draft."""
+    the KV caches of heads. budgets: which requests may draft. alike: these instead, if it is known that they are."""
 
     step_id: int
     budgets: list[DraftBudget]
     computed: list[tuple[int, int, int]] = field(default_factory=list)
     updates: Updates = field(default_factory=Updates)
+    alike: AlikeBudgets | None = None
 
 
 @dataclass(slots=True)
@@ -200,11 +212,13 @@ class DraftTokens:
 @dataclass(frozen=True, slots=True)
 class DraftResult:
     """drafts: one entry per budget. lost_ids: sequence ids of requests that can no longer draft. is_behind: a drafter
-    has computed tokens of some request that cannot draft yet, which took time."""
+    has computed tokens of some request that cannot draft yet, which took time. chains: one entry per request of
+    DraftInput.alike, empty if the head has none."""
 
     drafts: list[DraftTokens]
     lost_ids: list[int] = field(default_factory=list)
     is_behind: bool = False
+    chains: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +227,7 @@ class DrafterInfo:
 
     num_drafts: default per step and request. num_levels: the deepest draft. num_scratch_slots: cache slots past a
     request's tokens that drafting writes and that need blocks. is_head: it drafts on the device after the step, before
-    it is read. reads_all_rows: see DraftHead.
+    it is read. reads_all_rows, drafts_trees: see DraftHead.
     """
 
     method: str
@@ -222,6 +236,7 @@ class DrafterInfo:
     num_scratch_slots: int
     is_head: bool
     reads_all_rows: bool
+    drafts_trees: bool = False
 
     @property
     def follows_prompts(self) -> bool:

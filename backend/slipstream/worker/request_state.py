@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.worker.block_tables import values_of
@@ -117,6 +117,10 @@ class RequestStates:
         if not self._last_ids or sequence_ids != self._last_ids:
             self._last_ids, self._last = sequence_ids, list(values_of(self._states, sequence_ids))
         return self._last
+
+    @property
+    def by_id(self) -> Mapping[int, RequestState]:
+        return self._states
 
     def get(self, sequence_id: int) -> RequestState | None:
         return self._states.get(sequence_id)

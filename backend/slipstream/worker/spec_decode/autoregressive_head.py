@@ -18,13 +18,15 @@ from slipstream_kernels import ops
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.kv_cache import Compaction, allocate_pool
 from slipstream.worker.launched_step import ComputedRows
+from slipstream.worker.load_target import in_inference_mode
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import RowsAfter
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
-from slipstream.worker.spec_decode.interface import DraftOutput, DraftReadiness, DraftRequest, SpeculatorContext
+from slipstream.worker.spec_decode.interface import DraftReadiness, SpeculatorContext
 
 
 class AutoregressiveHead(GraphedHead):
@@ -47,7 +49,7 @@ class AutoregressiveHead(GraphedHead):
         self._after = RowsAfter(plan.block_size, plan.max_model_len)
 
     @abstractmethod
-    def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
+    def drafts(self, wanted: DraftBudget, tokens: list[Any]) -> DraftTokens:
         """See DraftHead."""
 
     @abstractmethod
@@ -62,16 +64,16 @@ class AutoregressiveHead(GraphedHead):
     def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Draft tokens after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
 
-    @torch.inference_mode()
+    @in_inference_mode
     def update_kv(self, rows: ComputedRows) -> None:
         self._pass(rows)
 
     def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
         if not is_updated:
             self._kv_state.lose(request, start, count)
-            return DraftReadiness(can_draft=False)
-        can_draft = self._kv_state.record(request, start, count)
-        return DraftReadiness(can_draft, is_lost=not can_draft)  # the head cannot fill the gap
+            return DraftReadiness.BEHIND
+        is_whole = self._kv_state.record(request, start, count)
+        return DraftReadiness.READY if is_whole else DraftReadiness.LOST  # the head cannot fill the gap
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._kv_state.forget(sequence_ids)

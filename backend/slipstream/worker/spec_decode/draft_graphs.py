@@ -16,6 +16,7 @@ from slipstream.worker.cuda_graphs import StepGraphs, seconds_of, uncollected
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, GraphShape, graph_sizes
 from slipstream.worker.input_batch import StepArrays, batch_tensors, padding_batch
 from slipstream.worker.launched_step import ComputedRows
+from slipstream.worker.load_target import in_inference_mode
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import DraftBatches
 from slipstream.worker.spec_decode.interface import DraftReadiness, SpeculatorContext
@@ -133,7 +134,7 @@ class GraphedHead(ABC):
         return  # it has no KV cache
 
     def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
-        return DraftReadiness(can_draft=is_updated)
+        return DraftReadiness.READY if is_updated else DraftReadiness.BEHIND
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         return
@@ -142,6 +143,6 @@ class GraphedHead(ABC):
         self._graphs.capture(rows)
         return self._graphs.seconds()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def draft(self, rows: ComputedRows) -> torch.Tensor:
         return self._graphs.run(rows)

@@ -26,6 +26,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import StepArrays, padding_batch
 from slipstream.worker.kv_cache import allocate_pool
+from slipstream.worker.load_target import in_inference_mode
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.sampler import draws_of
 from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_rows
@@ -80,7 +81,7 @@ class DraftModelProposer:
             tensors = planned_model(model, spec, dtype, device).tensors()
         return replace(planning, kv_dtype=dtype).memory_of(tensors, spec)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
         spans = self._catch_up(requests)
         ready = [requests[place] for place in spans]

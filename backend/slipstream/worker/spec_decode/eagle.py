@@ -19,8 +19,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.eagle import EagleHead
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
-from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
+from slipstream.worker.spec_decode.interface import PROPOSERS, SpeculatorContext, read_head
 from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 15
@@ -95,13 +96,13 @@ class EagleDrafter(AutoregressiveHead):
         _num_fed(planning.config.speculation.options_of(EagleOptions))
         return planning.memory_of(head.tensors(), head.spec)
 
-    def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
+    def drafts(self, wanted: DraftBudget, tokens: list[Any]) -> DraftTokens:
         """tokens: of a tree as _Tree.best gives them, of a chain its tokens."""
         if not wanted.has_scratch:
-            return DraftOutput()
+            return DraftTokens()
         if self.drafts_trees:
             return _cut(wanted, *tokens[:3])
-        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
+        return DraftTokens(tokens[: min(wanted.num_drafts, wanted.depth)])
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         if not self.drafts_trees:
@@ -179,11 +180,11 @@ def _num_fed(options: EagleOptions) -> int:
     return num_fed
 
 
-def _cut(wanted: DraftRequest, indices: list[int], tokens: list[int], parents: list[int]) -> DraftOutput:
+def _cut(wanted: DraftBudget, indices: list[int], tokens: list[int], parents: list[int]) -> DraftTokens:
     """Cut the nodes (most probable first) to the request's budget and depth. A node without its parent is dropped."""
     rows: dict[int, int] = {}
     depths: dict[int, int] = {-1: 0}
-    drafts = DraftOutput()
+    drafts = DraftTokens()
     for index, token_id, parent in zip(indices, tokens, parents):
         if parent in depths and depths[parent] < wanted.depth and len(drafts.token_ids) < wanted.num_drafts:
             depths[index] = depths[parent] + 1

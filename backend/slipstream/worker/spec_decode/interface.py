@@ -7,6 +7,7 @@ gets its drafts after it has committed the step. The verifier alone accepts draf
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.decoder import Decoder
 from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.hardware import Hardware
-from slipstream.worker.interface import DraftTokens
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.request_state import RequestState
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DraftRequest:
-    """A request that may draft now; the fields are those of DraftBudget."""
+    """A request that may draft now, as a proposer reads it; the fields are those of DraftBudget."""
 
     request: RequestState
     num_drafts: int
@@ -90,12 +91,13 @@ class Proposer(Drafter, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class DraftReadiness:
-    """can_draft: the head has read these tokens, so it may draft after them. is_lost: its cache has a permanent gap."""
+class DraftReadiness(enum.Enum):
+    """READY: the head has read a step's tokens, so it may draft after them. BEHIND: it has not. LOST: its cache has a
+    gap that stays, so that the request's own head cannot draft for it any more."""
 
-    can_draft: bool
-    is_lost: bool = False
+    READY = "ready"
+    BEHIND = "behind"
+    LOST = "lost"
 
 
 @runtime_checkable
@@ -117,7 +119,7 @@ class DraftHead(Drafter, Protocol):
         ...
 
     def draft(self, rows: ComputedRows) -> torch.Tensor:
-        """Draft tokens of each request after rows.last: [R, …]. Valid until the next call."""
+        """Draft tokens of each request after rows.last: [R, …]; chains: [R, num_drafts]. Valid until the next call."""
         ...
 
     def update_kv(self, rows: ComputedRows) -> None:
@@ -130,7 +132,7 @@ class DraftHead(Drafter, Protocol):
         is_updated: this head ran after the step."""
         ...
 
-    def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
+    def drafts(self, wanted: DraftBudget, tokens: list[Any]) -> DraftTokens:
         """The drafts of one request from its row of `draft`, cut to what the request may use."""
         ...
 

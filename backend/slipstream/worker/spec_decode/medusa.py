@@ -18,12 +18,11 @@ from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads.medusa import MedusaHeads
 from slipstream.worker.host_copy import to_device
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
-    DraftOutput,
-    DraftRequest,
     SpeculatorContext,
     read_head,
 )
@@ -96,14 +95,14 @@ class MedusaDrafter(GraphedHead):
         _choices(planning.config.speculation.options_of(MedusaOptions).medusa_choices, folder, heads.num_heads)
         return planning.memory_of(heads.tensors())
 
-    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
+    def drafts(self, wanted: DraftBudget, tokens: list[int]) -> DraftTokens:
         """tokens: one per choice. Takes the first choices that fit; a parent precedes its children."""
         count = min(wanted.num_drafts, len(self._choices))
         if wanted.depth >= self._heads.num_heads:
-            return DraftOutput(tokens[:count], self._parents[:count])
+            return DraftTokens(tokens[:count], self._parents[:count])
         chosen = [index for index, path in enumerate(self._choices[:count]) if len(path) <= wanted.depth]
         row_of = {-1: -1, **{index: row for row, index in enumerate(chosen)}}  # the end is near: fewer levels
-        return DraftOutput([tokens[index] for index in chosen], [row_of[self._parents[index]] for index in chosen])
+        return DraftTokens([tokens[index] for index in chosen], [row_of[self._parents[index]] for index in chosen])
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         words, depths = self._tree[:, None, :num_drafts].expand(-1, len(tokens), -1)

@@ -14,8 +14,9 @@ from slipstream_kernels import ops
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import MTPModule
+from slipstream.worker.interface import DraftBudget, DraftTokens
 from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
-from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
+from slipstream.worker.spec_decode.interface import PROPOSERS, SpeculatorContext, read_head
 from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 3
@@ -36,8 +37,8 @@ class MTPHead(AutoregressiveHead):
         module = read_head(planning.config, "mtp", lambda folder: MTPModule.empty(planning.target, folder))
         return planning.memory_of(module.tensors(), module.spec)
 
-    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
-        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
+    def drafts(self, wanted: DraftBudget, tokens: list[int]) -> DraftTokens:
+        return DraftTokens(tokens[: min(wanted.num_drafts, wanted.depth)])
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         return ops.DraftRows(tokens[:, :num_drafts])

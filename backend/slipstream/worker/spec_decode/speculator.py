@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from slipstream_kernels import ops
@@ -16,12 +17,20 @@ from slipstream.core.step_costs import StepCosts
 from slipstream.worker.cuda_graphs import StepTimes
 from slipstream.worker.graph_shapes import DraftLayout
 from slipstream.worker.host_copy import HostCopy
-from slipstream.worker.interface import DrafterInfo, DraftInput, DraftResult, DraftTokens
+from slipstream.worker.interface import (
+    AlikeBudgets,
+    DraftBudget,
+    DrafterInfo,
+    DraftInput,
+    DraftResult,
+    DraftTokens,
+)
 from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.request_state import RequestStates
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
     DraftHead,
+    DraftReadiness,
     DraftRequest,
     Proposer,
     SpeculatorContext,
@@ -30,6 +39,7 @@ from slipstream.worker.spec_decode.interface import (
 # Host time of a draft model beside its device time: the host starts it after reading a verification and reads it before
 # the next. Measured on a host with an H200; the planner starts from it.
 HOST_SECONDS, HOST_SECONDS_OF_REQUEST = 1.5e-3, 40e-6
+_NO_DRAFTS = DraftTokens()
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,8 @@ class Speculator:
         for method, drafter in self._drafters.items():
             head = self._heads.get(method)
             levels, reads_all = (head.num_levels, head.reads_all_rows) if head is not None else (0, False)
-            scratch = drafter.num_scratch_slots
-            found.append(DrafterInfo(method, drafter.num_drafts, levels, scratch, head is not None, reads_all))
+            kinds = head is not None, reads_all, drafter.drafts_trees
+            found.append(DrafterInfo(method, drafter.num_drafts, levels, drafter.num_scratch_slots, *kinds))
         return tuple(found)
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
@@ -100,31 +110,27 @@ class Speculator:
 
     def draft(self, drafts: DraftInput, outputs: HeadOutputs, states: RequestStates) -> DraftResult:
         """The drafts of a step's requests, after it was read. outputs: of its heads."""
-        found, lost_ids, is_behind = [DraftTokens()] * len(drafts.budgets), list[int](), False
+        found: list[DraftTokens] = [_NO_DRAFTS] * len(drafts.budgets)
+        lost_ids, is_behind = list[int](), False
         invalid = self._record_step(drafts, outputs, states, lost_ids)
-        by_method: dict[str, list[tuple[int, DraftRequest]]] = {}
+        if drafts.alike is not None:
+            return DraftResult(found, lost_ids, chains=_chains(drafts.alike, outputs, invalid))
+        if self.draft_probs:
+            for budget in drafts.budgets:
+                self.draft_probs.pop(budget.sequence_id, None)
+        rows: dict[str, list[Any]] = {}  # what heads have drafted
+        proposing: dict[str, list[int]] = {}  # indices of budgets, by method
         for index, budget in enumerate(drafts.budgets):
-            state, method = states.get(budget.sequence_id), budget.method
-            self.draft_probs.pop(budget.sequence_id, None)
-            is_missing = method in self._heads and (
-                method not in outputs.copies or (budget.sequence_id, method) in invalid
-            )
-            if state is not None and not is_missing:
-                request = DraftRequest(state, budget.num_drafts, budget.depth, budget.index, budget.has_scratch)
-                by_method.setdefault(method, []).append((index, request))
-        for method, some in by_method.items():
-            requests = [request for _, request in some]
-            if method in self._heads:
-                (tokens,) = outputs.copies[method].lists()
-                answers = [self._heads[method].drafts(one, tokens[one.index]) for one in requests]
-            else:
-                answers = self._proposers[method].propose(requests)
-            for (index, request), answer in zip(some, answers, strict=True):
-                assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
-                if answer.probs is not None:
-                    self.draft_probs[request.request.sequence_id] = answer.probs
-                found[index] = answer
-                is_behind = is_behind or answer.is_behind
+            method = budget.method
+            if method not in self._heads:
+                proposing.setdefault(method, []).append(index)
+            elif method in outputs.copies and (budget.sequence_id, method) not in invalid:
+                if method not in rows:
+                    (rows[method],) = outputs.copies[method].lists()
+                answer = found[index] = self._heads[method].drafts(budget, rows[method][budget.index])
+                assert len(answer.token_ids) <= budget.num_drafts, "more drafts than asked for"
+        for method, indices in proposing.items():
+            is_behind = self._propose(method, indices, drafts.budgets, states, found) or is_behind
         return DraftResult(found, lost_ids, is_behind)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
@@ -133,22 +139,57 @@ class Speculator:
         for sequence_id in sequence_ids:
             self.draft_probs.pop(sequence_id, None)
 
+    def _propose(
+        self,
+        method: str,
+        indices: Sequence[int],
+        budgets: Sequence[DraftBudget],
+        states: RequestStates,
+        found: list[DraftTokens],
+    ) -> bool:
+        """Put a proposer's drafts into their places. indices: of budgets and places. Returns whether it is behind."""
+        places, requests, is_behind, state_of = list[int](), list[DraftRequest](), False, states.by_id.get
+        for index in indices:
+            budget = budgets[index]
+            state = state_of(budget.sequence_id)
+            if state is not None:
+                places.append(index)
+                requests.append(DraftRequest(state, budget.num_drafts, budget.depth, budget.index, budget.has_scratch))
+        answers = self._proposers[method].propose(requests) if requests else ()
+        for index, request, answer in zip(places, requests, answers, strict=True):
+            assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
+            if answer.probs is not None:
+                self.draft_probs[request.request.sequence_id] = answer.probs
+            found[index] = answer
+            is_behind = is_behind or answer.is_behind
+        return is_behind
+
     def _record_step(
         self, drafts: DraftInput, outputs: HeadOutputs, states: RequestStates, lost_ids: list[int]
     ) -> set[tuple[int, str]]:
         """Tell the heads what the step computed. Returns (request id, method) of invalid drafts."""
-        invalid = set()
-        for sequence_id, start, count in drafts.computed:
-            state = states.get(sequence_id)
-            if state is None:
-                continue
-            for method, head in self._heads.items():
-                readiness = head.after_step(state, start, count, method in outputs.copies or method in outputs.updated)
-                if not readiness.can_draft:
-                    invalid.add((sequence_id, method))
-                if readiness.is_lost and state.draft_method == method:
+        invalid, ready, state_of = set(), DraftReadiness.READY, states.by_id.get
+        for method, head in self._heads.items():
+            is_updated, after_step = method in outputs.copies or method in outputs.updated, head.after_step
+            for sequence_id, start, count in drafts.computed:
+                state = state_of(sequence_id)
+                readiness = after_step(state, start, count, is_updated) if state is not None else DraftReadiness.BEHIND
+                if readiness is ready:
+                    continue
+                invalid.add((sequence_id, method))
+                if readiness is DraftReadiness.LOST and state is not None and state.draft_method == method:
                     lost_ids.append(sequence_id)
         return invalid
+
+
+def _chains(alike: AlikeBudgets, outputs: HeadOutputs, invalid: set[tuple[int, str]]) -> list[list[int]]:
+    """A head's drafts of requests that may all have the same number of them. invalid: (request id, method)."""
+    (rows,), num_drafts = outputs.copies[alike.method].lists(), alike.num_drafts
+    chains: list[list[int]] = [rows[index][:num_drafts] for index in alike.indices]
+    for index, sequence_id in enumerate(alike.sequence_ids) if invalid else ():
+        if (sequence_id, alike.method) in invalid:
+            chains[index] = []
+    return chains
 
 
 def measured_costs(steps: StepTimes, draft_seconds: Mapping[str, Mapping[int, float]]) -> StepCosts | None:
