@@ -55,17 +55,18 @@ class DraftKVState:
 
         A gap is permanent: the drafter cannot compute its tokens, so the request is lost.
         """
-        if self.seen(request) < start:
+        recorded, hashes = self._of(request), request.block_hashes
+        if (self.seen(request) if recorded is None else recorded.end) < start:
             self.lose(request, start, count)
             return False
-        recorded = self._of(request)
         if recorded is None:
             recorded = self._recorded[request.sequence_id] = _Recorded(request.num_preemptions, 0)
         recorded.end, recorded.fed = start + count, ()
-        num_full = min(recorded.end // self._block_size, len(request.block_hashes))  # the last may have no hash yet
-        for index in range(recorded.num_recorded, num_full):
-            self._contents[request.block_ids[index]] = request.block_hashes[index]
-        recorded.num_recorded = max(recorded.num_recorded, num_full)
+        num_full = min(recorded.end // self._block_size, len(hashes))  # the last may have no hash yet
+        if num_full > recorded.num_recorded:
+            for index in range(recorded.num_recorded, num_full):
+                self._contents[request.block_ids[index]] = hashes[index]
+            recorded.num_recorded = num_full
         self._forget_others(request, num_full)
         return True
 
@@ -84,10 +85,12 @@ class DraftKVState:
 
         These blocks are partly written, by tokens or drafts; without this they would still count as an earlier user's.
         """
-        for index in range(first, len(request.block_ids)):
-            block, own = request.block_ids[index], request.block_hashes[index : index + 1]
-            if [self._contents[block]] != own:
-                self._contents[block] = None
+        contents, block_ids, hashes = self._contents, request.block_ids, request.block_hashes
+        for block, own in zip(block_ids[first:], hashes[first:]):
+            if contents[block] != own:
+                contents[block] = None
+        for block in block_ids[max(first, len(hashes)) :]:  # that have no hash yet
+            contents[block] = None
 
     def _of(self, request: RequestState) -> _Recorded | None:
         recorded = self._recorded.get(request.sequence_id)
