@@ -132,10 +132,14 @@ class Drafting:
         """The method of the first request that may draft after a step; "" if none may."""
         if not self._drafters:
             return ""
-        planner = self._scheduler.planner
+        planner, known, may_draft = self._scheduler.planner, None, False
         for request, num_drafts, samples in zip(step.requests, step.num_drafts, step.samples):
             speculation = request.speculation
-            if speculation is not None and (num_drafts or (samples and planner.num_drafts(request))):
+            if speculation is None:
+                continue
+            if speculation is not known:
+                known, may_draft = speculation, planner.num_drafts_of(speculation) > 0
+            if num_drafts or (samples and may_draft):
                 return speculation.method
         return ""
 
@@ -259,8 +263,13 @@ class Drafting:
 
     def _drafts_behind(self, step: ScheduledStep, head: DrafterInfo) -> bool:
         """Whether a request of the step drafts with this head after it."""
-        pairs = zip(step.requests, step.samples)
-        return any(samples and self._drafter_of(request.speculation) is head for request, samples in pairs)
+        known, is_own = None, False
+        for request, samples in zip(step.requests, step.samples):
+            if request.speculation is not known:
+                known, is_own = request.speculation, self._drafter_of(request.speculation) is head
+            if is_own and samples:
+                return True
+        return False
 
     def _drafter_of(self, speculation: Speculation | None) -> DrafterInfo | None:
         """What requests with these settings draft with after a row that samples, or None; known before the step is
