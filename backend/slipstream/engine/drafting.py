@@ -93,11 +93,13 @@ class Drafting:
                 known, drafter = request.speculation, self._drafter_of(request.speculation)
             if drafter is None or not samples:
                 continue
-            num_slots = _most_slots_after(first + count, drafter, 1 + num_drafts if is_ahead else 0)
-            if request.num_slots >= num_slots + num_spare:
+            goes_ahead = is_ahead and drafter.is_head  # nothing is launched behind what waits for a proposer
+            num_slots = _most_slots_after(first + count, drafter, 1 + num_drafts if goes_ahead else 0)
+            num_more = num_spare if goes_ahead else 0
+            if request.num_slots >= num_slots + num_more:
                 continue
             most = scheduler.admission.most_slots(request)
-            if not (num_spare and cache.allocate(request, min(num_slots + num_spare, most))):
+            if not (num_more and cache.allocate(request, min(num_slots + num_more, most))):
                 cache.allocate(request, min(num_slots, most))
 
     def methods_behind(self, step: ScheduledStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
