@@ -118,8 +118,9 @@ class NgramProposer:
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """Look up the reference first: it is given because the output is expected to repeat it."""
-        token_ids = request.token_ids
-        text = self._grown(self._texts, request, token_ids)
+        token_ids, text = request.token_ids, self._texts.get(request.sequence_id)
+        if text is None or len(text.token_ids) < len(token_ids):
+            text = self._grown(self._texts, request, token_ids)
         num_known, key = len(token_ids), text.end_key
         if len(text.token_ids) < num_known:  # not all is indexed yet
             key = 0
