@@ -139,8 +139,8 @@ class BatchBuilder:
 
     def arrays(self, step: StepInput, sampled: SampledTokens | None = None) -> StepArrays:
         num_requests, num_tokens = len(step.sequence_ids), len(step.token_ids)
-        all_sample = not step.total_num_drafts and all(step.samples)
-        if num_tokens == num_requests and all_sample:
+        all_sample, num_drafts = all(step.samples), step.total_num_drafts
+        if num_tokens == num_requests and all_sample and not num_drafts:
             return self._decode_arrays(step, sampled)
         computed, lengths = _int64(step.num_computed_tokens), _int64(step.num_scheduled_tokens)
         tables = self.tables.gather(step.sequence_ids, *self._table_width)
@@ -152,6 +152,10 @@ class BatchBuilder:
         slots, other_slots = self._slots(tables, other_tables, request_of_token, positions)
         longest = max(step.num_scheduled_tokens)
         num_decodes = num_requests if longest <= MAX_DECODE_QUERY_LEN else num_short_queries(lengths)
+        if all_sample and num_tokens == num_requests + num_drafts:  # a verification: all rows
+            logits_indices = self._first(num_tokens)
+        else:
+            logits_indices = ends - 1 if all_sample and not num_drafts else _last_rows(ends, _num_logits(step))
         tree_mask = None
         if step.draft_parents:
             positions, tree_mask = _tree_rows(step, num_decodes, positions.copy())
@@ -162,7 +166,7 @@ class BatchBuilder:
             seq_lens=(computed + lengths).astype(np.int32),
             block_tables=tables,
             slot_mapping=slots,
-            logits_indices=ends - 1 if all_sample else _last_rows(ends, _num_logits(step)),
+            logits_indices=logits_indices,
             max_query_len=longest,
             num_decode_requests=num_decodes,
             pending=self._pending_tokens(step, starts, sampled),
