@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 from fake_llm import FakeLLM, check_blocks, continuation, make_llm, make_request
+from slipstream.core.config import SchedulerConfig
 from slipstream.core.finish import StopConditions, end_token_ids
+from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
 
 
 def add(llm: FakeLLM, *requests: Request) -> None:
@@ -137,3 +141,13 @@ def test_the_queue_time_out_is_over_once_a_request_has_started() -> None:
     assert llm.scheduler.expire(100.4) == []
     assert [output.request for output in llm.scheduler.expire(100.6)] == [queued]
     assert llm.scheduler.expire(1e9) == [] and not started.is_finished
+
+
+def test_the_block_that_a_last_token_fills_is_found_by_others() -> None:
+    scheduler = Scheduler(SchedulerConfig(), KVCacheManager(16, 4), 64)
+    request = Request([1, 1, 1], SamplingParams(max_tokens=2))
+    scheduler.add(request)
+    for token_id in (7, 8):
+        scheduler.commit(scheduler.schedule(), [[token_id]])
+    assert request.is_finished
+    assert len(scheduler.cache.find_prefix(Request([1, 1, 1, 7, 9], SamplingParams()))) == 1
