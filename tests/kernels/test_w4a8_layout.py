@@ -64,7 +64,7 @@ def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
         return AT_ONCE[variant.splits]
 
-    for num_tokens in (1, 8, 9, 17, 33, 49, 64):
+    for num_tokens in (0, 1, 8, 9, 17, 33, 49, 64):
         variant = choose(num_tokens, sizes, at_once)
         assert variant is not None
         parts, blocks = min(AT_ONCE[variant.splits], sizes[0] // 16), sizes[1] // 128

@@ -31,8 +31,8 @@ class Variant(NamedTuple):
 
 
 def tiles_of(num_tokens: int) -> tuple[int, int]:
-    """(tokens of a tile, number of tiles).  Only the widest may be several."""
-    token_tiles = -(-num_tokens // COLUMNS[-1])
+    """(tokens of a tile, number of tiles).  Only the widest may be several; no tokens take a tile, too."""
+    token_tiles = max(1, -(-num_tokens // COLUMNS[-1]))
     if token_tiles > 1:
         return COLUMNS[-1], token_tiles
     return next(count for count in COLUMNS if count >= num_tokens), token_tiles
