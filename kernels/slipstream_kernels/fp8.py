@@ -10,7 +10,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
 SUM_TILE_ROWS = 128  # whose activation sums lie together
-MAX_SUMMED_ROWS = 256  # more rows have no activation sums: the kernels of so many take none
+MAX_SUMMED_ROWS = 256  # no kernel of more rows takes activation sums
 TILE_ROWS = 128  # of cuBLASLt's products of more rows than that
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
@@ -20,13 +20,14 @@ class Fp8Scheme:
     """One scale per group of `group_size` columns of a row; 0: one per row.
 
     group_size: 0 or 128.  scale: one fp32 number on the device (static quantisation), only with group_size 0.
-    sum_columns: 64 or 128: also sum each group of so many columns, which W4A8 products with zero points need (up to
-    MAX_SUMMED_ROWS rows, only with group_size 0); 0: no sums.
+    sum_columns: 64 or 128: also sum each group of so many columns, which W4A8 products with zero points need (only with
+    group_size 0); 0: no sums.  summed_rows: more rows have none.
     """
 
     group_size: int = 0
     scale: torch.Tensor | None = None
     sum_columns: int = 0
+    summed_rows: int = MAX_SUMMED_ROWS
 
     def num_groups(self, size: int) -> int:
         """Scales per row of `size` columns."""
@@ -44,6 +45,8 @@ class Fp8Scheme:
             raise ValueError(f"sum_columns: {self.sum_columns}, expected 0, {BLOCK // 2} or {BLOCK}")
         if self.sum_columns and (self.group_size or size % self.sum_columns):
             raise ValueError(f"sum_columns: {self.sum_columns} does not divide rows of {size} with one scale each")
+        if not 0 <= self.summed_rows <= MAX_SUMMED_ROWS:
+            raise ValueError(f"summed_rows: {self.summed_rows}, expected 0 to {MAX_SUMMED_ROWS}")
 
 
 PER_ROW = Fp8Scheme()
@@ -58,7 +61,7 @@ class Fp8Rows:
     num_rows is num_tokens; with groups it is padded to a multiple of 4 (cuBLAS reads 16 bytes of scales), and the
     padding is undefined.
     activation_sums: [tiles of rows, size / sum_columns, SUM_TILE_ROWS] fp32: the sum of the values of each group of
-    columns of each row, undefined from num_rows on; None if not requested or if there are more than MAX_SUMMED_ROWS.
+    columns of each row, undefined from num_rows on; None if the scheme has none for so many rows.
     padded: values and scales with the undefined rows that are allocated after them, up to a multiple of TILE_ROWS. A
     product of all of them is faster than one that ends inside a tile. None if there are none.
     """
@@ -88,7 +91,7 @@ def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor
 
 
 def _empty_sums(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor) -> torch.Tensor | None:
-    if not scheme.sum_columns or num_tokens > MAX_SUMMED_ROWS:
+    if not scheme.sum_columns or num_tokens > scheme.summed_rows:
         return None
     shape = (-(-num_tokens // SUM_TILE_ROWS), size // scheme.sum_columns, SUM_TILE_ROWS)
     return torch.empty(shape, dtype=torch.float32, device=like.device)

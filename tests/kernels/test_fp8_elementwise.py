@@ -157,8 +157,17 @@ def test_few_rows_get_sums_of_their_values(device, backend, num_rows: int, size:
         torch.testing.assert_close(ours[:num_rows], sums, rtol=1e-5, atol=1e-3)
 
 
+def test_more_rows_than_are_summed_have_no_sums(device, backend) -> None:
+    scheme = Fp8Scheme(sum_columns=128, summed_rows=2)
+    for num_rows in (2, 3):
+        rows = ops.quantize_fp8(torch.randn(num_rows, 256, device=device).bfloat16(), scheme, backend=backend)
+        assert (rows.activation_sums is None) == (num_rows == 3)
+
+
 def test_sums_of_runs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="sum_columns: 128 does not divide rows of 192"):
         ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(sum_columns=128))
     with pytest.raises(ValueError, match="sum_columns: 32, expected 0, 64 or 128"):
         ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(sum_columns=32))
+    with pytest.raises(ValueError, match="summed_rows: 257, expected 0 to 256"):
+        ops.quantize_fp8(torch.zeros(2, 256), Fp8Scheme(sum_columns=128, summed_rows=257))

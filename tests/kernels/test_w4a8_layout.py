@@ -8,7 +8,7 @@ import w4a8_emulator
 from slipstream_kernels import ops
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm import w4a8_layout
-from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import Variant, choose
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import Variant, choose, most_tokens
 from slipstream_kernels.integer import Int4Weight
 
 AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}  # clusters of so many CTAs, of an H200
@@ -122,6 +122,18 @@ def test_up_to_256_rows_go_where_outputs_are_narrow_and_sums_long(sizes: tuple[i
         for other in ((4096, 4096), (5120, 13824), (28672, 4096)):
             assert choose(num_tokens, other, at_once) is None
     assert choose(257, sizes, at_once) is None
+
+
+@pytest.mark.parametrize("sizes", [(28672, 4096), (8192, 4096), (4096, 4096), (4096, 14336), (16, 128)])
+def test_rows_bring_sums_for_as_many_as_are_multiplied_by_them(sizes: tuple[int, int]) -> None:
+    """A kernel that quantises them makes no sums that no product takes."""
+
+    def at_once(variant: Variant) -> int:
+        return AT_ONCE[variant.splits]
+
+    most = most_tokens(sizes)
+    assert choose(most, sizes, at_once) is not None or sizes == (16, 128)
+    assert choose(most + 1, sizes, at_once) is None
 
 
 def test_rows_and_weights_of_different_kinds_are_refused() -> None:

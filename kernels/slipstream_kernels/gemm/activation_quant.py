@@ -78,7 +78,8 @@ class Fp8:
     @property
     def traits(self) -> tuple[object, ...]:
         is_static = self.scheme.scale is not None
-        return "fp8", self.scheme.group_size, self.scheme.sum_columns, is_static, self.max_plain_rows
+        sums = self.scheme.sum_columns, self.scheme.summed_rows
+        return "fp8", self.scheme.group_size, *sums, is_static, self.max_plain_rows
 
     def cast(self, x: Tensor) -> Tensor | Fp8Rows:
         return x if x.shape[0] <= self.max_plain_rows else quantize_fp8(x, self.scheme)

@@ -13,6 +13,7 @@ from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, Activati
 from slipstream_kernels.gemm.choose import plain_rows_of
 from slipstream_kernels.gemm.cpu.int4_packed import CPU_WORDS
 from slipstream_kernels.gemm.cpu.scaled_mm import scales_with_nan
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import most_tokens
 from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COUNTER_ROWS
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
 from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
@@ -140,12 +141,17 @@ def int4_linear_weight(
         FP8_ROWS if fp8_rows else PLAIN_ROWS,
         num_experts,
     )
-    scheme = PER_ROW if num_experts or not fp8_rows else Fp8Scheme(sum_columns=activation_sum_columns(weight))
-    quant: ActivationQuant[Activation] = Fp8(scheme) if fp8_rows else PLAIN
+    quant: ActivationQuant[Activation] = Fp8(PER_ROW if num_experts else _int4_scheme(weight)) if fp8_rows else PLAIN
     counters = None
     if kind.format == "w4a16":
         counters = torch.zeros(kind.out_features // COUNTER_ROWS, dtype=torch.int32, device=kind.device)
     return LinearWeight(kind, weight, bias=bias, counters=counters, quant=quant, order=order)
+
+
+def _int4_scheme(weight: Int4Weight) -> Fp8Scheme:
+    """With sums of as many rows as the kernel multiplies that takes them."""
+    summed_rows = most_tokens((weight.out_features, weight.in_features))
+    return Fp8Scheme(sum_columns=activation_sum_columns(weight), summed_rows=summed_rows)
 
 
 def deterministic_weight(

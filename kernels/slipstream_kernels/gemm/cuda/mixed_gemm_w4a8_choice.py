@@ -46,7 +46,7 @@ def choose(
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
     None: so many tokens are not multiplied here, or other kernels are faster.
     """
-    if num_tokens > MAX_TILED_TOKENS or not _is_faster(num_tokens, sizes, tuning):
+    if num_tokens > most_tokens(sizes, tuning):
         return None
     (columns, token_tiles), tiles, blocks = tiles_of(num_tokens), sizes[0] // TILE, sizes[1] // BLOCK
     ordered = next(choices for count, choices in tuning.mixed_gemm_w4a8.items() if columns * token_tiles <= count)
@@ -58,10 +58,12 @@ def choose(
     return Variant(columns, MAX_WARPGROUPS_M, 1) if columns <= MAX_TOKENS else None
 
 
-def _is_faster(num_tokens: int, sizes: tuple[int, int], tuning: Tuning) -> bool:
-    """Whether other kernels take longer for so many tokens."""
-    if num_tokens <= MAX_TOKENS:
-        return True
-    found = (limits for count, limits in tuning.narrow_features.items() if num_tokens <= count)
-    most, ratio = next(found, (0, 0.0))
-    return sizes[0] <= most and sizes[1] >= ratio * sizes[0]
+def most_tokens(sizes: tuple[int, int], tuning: Tuning = H200) -> int:
+    """Up to how many tokens are multiplied here with a weight of such sizes: for more, other kernels are faster."""
+    features, summed = sizes
+    found = (
+        count
+        for count, (most, ratio) in tuning.narrow_features.items()
+        if features <= most and summed >= ratio * features
+    )
+    return max(MAX_TOKENS, *found, 0)
