@@ -132,7 +132,8 @@ class ModelRunner:
         self._warm_up(config)
         self._padding_rows = self._warm_up_drafts(drafts)
         finish_phase(phases, "warm-up", self._hardware)
-        gc.collect()  # graphs of engines that are gone hold memory until then
+        if self._device.type == "cuda":
+            gc.collect()  # graphs of engines that are gone hold memory until then
         if self._stage is not None:
             self._stage.graphs.capture()
         any_of = self._parallel.any_of
