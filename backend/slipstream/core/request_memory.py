@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 
+from slipstream.core.byte_budget import ByteBudget
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -64,19 +64,8 @@ def _bytes_of_words(params: SamplingParams) -> dict[str, int]:
     return found
 
 
-class RequestMemory:
-    """The bytes of the requests that are not answered, by handle. The total is their sum, which cannot drift: there are
-    at most max_num_seqs and max_waiting_requests of them."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        with self._lock:
-            return sum(self._taken.values())
+class RequestMemory(ByteBudget):
+    """The host memory of the requests that are not answered."""
 
     def take(self, request: Request) -> None:
         """Raises RequestError for more than there is, CapacityError for more than is left."""
@@ -87,18 +76,10 @@ class RequestMemory:
             field, largest = _largest(request)
             told = f"has {largest} bytes in memory, the request {num_bytes}; accepted: at most {limit} for all of it"
             raise RequestError(field, told)
-        with self._lock:
-            taken = sum(self._taken.values())
-            if taken + num_bytes > self._limit:
-                field, largest = _largest(request)
-                others = f"{taken} bytes of {len(self._taken)} requests are in memory"
-                raise CapacityError(f"{others}, this has {num_bytes} more, {largest} of them for its {field}; {limit}")
-            self._taken[request.handle] = num_bytes
-
-    def give(self, handle: int) -> None:
-        """The request is answered, or refused. A handle that has taken nothing is ignored."""
-        with self._lock:
-            self._taken.pop(handle, None)
+        if (others := self._hold(request.handle, num_bytes)) is not None:
+            field, largest = _largest(request)
+            told = f"{others.num_bytes} bytes of {others.num_requests} requests are in memory"
+            raise CapacityError(f"{told}, this has {num_bytes} more, {largest} of them for its {field}; {limit}")
 
 
 def _largest(request: Request) -> tuple[str, int]:

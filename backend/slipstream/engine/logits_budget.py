@@ -5,21 +5,19 @@ Any thread. A request takes its worst case before it is submitted, and gives it 
 
 from __future__ import annotations
 
-import threading
-
+from slipstream.core.byte_budget import ByteBudget
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import Request
 
 _FIELDS = ("return_context_logits", "return_generation_logits")
 
 
-class LogitsBudget:
+class LogitsBudget(ByteBudget):
     """limit: 0 if no logits are sent. vocab_size: the width of the logits."""
 
     def __init__(self, limit: int, vocab_size: int, max_model_len: int) -> None:
-        self._limit, self._vocab_size, self._max_model_len = limit, vocab_size, max_model_len
-        self._taken: dict[int, int] = {}  # by handle
-        self._lock = threading.Lock()
+        super().__init__(limit)
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
 
     def take(self, request: Request) -> None:
         """Raises RequestError for more than there is, CapacityError for more than is left."""
@@ -35,13 +33,6 @@ class LogitsBudget:
         told = f"{num_rows} tokens x {self._vocab_size} x 4 = {num_bytes} bytes of logits"
         if num_bytes > self._limit:
             raise RequestError(field, f"{told}, accepted: at most max_logits_bytes={self._limit}")
-        with self._lock:
-            taken = sum(self._taken.values())
-            if taken + num_bytes > self._limit:
-                raise CapacityError(f"{told} beside {taken} of running requests; max_logits_bytes={self._limit}")
-            self._taken[request.handle] = num_bytes
-
-    def give(self, handle: int) -> None:
-        """A handle that has taken nothing is ignored."""
-        with self._lock:
-            self._taken.pop(handle, None)
+        if (others := self._hold(request.handle, num_bytes)) is not None:
+            beside = f"beside {others.num_bytes} of running requests"
+            raise CapacityError(f"{told} {beside}; max_logits_bytes={self._limit}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from slipstream.core.adapters import Matrix
+from slipstream.core.byte_budget import ByteBudget
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.prompt_table import TABLE, take_rows
 from slipstream.core.request import Request
@@ -37,13 +36,8 @@ class PromptTables:
         request.prefix_key += rows.prefix_key
 
 
-class TableBudget:
+class TableBudget(ByteBudget):
     """How many bytes of tables the requests that are not answered may hold together."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken: dict[int, int] = {}  # by handle
-        self._lock = threading.Lock()
 
     def take(self, request: Request) -> None:
         """Raises RequestError for more than there is, CapacityError for more than is left."""
@@ -52,17 +46,9 @@ class TableBudget:
             return
         if num_bytes > self._limit:
             raise RequestError(TABLE, f"has {num_bytes} bytes, accepted: at most max_prompt_table_bytes={self._limit}")
-        with self._lock:
-            taken = sum(self._taken.values())
-            if taken + num_bytes > self._limit:
-                told = f"{num_bytes} bytes of {TABLE} beside {taken} of other requests"
-                raise CapacityError(f"{told}; max_prompt_table_bytes={self._limit}")
-            self._taken[request.handle] = num_bytes
-
-    def give(self, handle: int) -> None:
-        """A handle that has taken nothing is ignored."""
-        with self._lock:
-            self._taken.pop(handle, None)
+        if (others := self._hold(request.handle, num_bytes)) is not None:
+            told = f"{num_bytes} bytes of {TABLE} beside {others.num_bytes} of other requests"
+            raise CapacityError(f"{told}; max_prompt_table_bytes={self._limit}")
 
 
 def _is_finite(table: Matrix) -> bool:
