@@ -334,10 +334,10 @@ class VerifiedDrafts:
         assert num_accepted <= num_drafted, "more tokens than drafts and one"
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += num_accepted
-        depth = max_depth(request.draft_parents, num_drafted) if request.draft_parents else num_drafted
+        depth = max_depth(request.draft_parents, num_drafted)
         method = "" if speculation is None else speculation.method
         self._found.append((method, num_drafted, depth, num_accepted))
-        request.draft_token_ids, request.draft_parents = [], []
+        request.drop_drafts()
 
     def record(self, stats: Stats) -> None:
         for (method, num_drafted, depth, num_accepted), count in Counter(self._found).items():

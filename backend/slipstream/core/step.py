@@ -56,7 +56,6 @@ class ScheduledStep:
     device_s: float | None = None
     run: RunRows | None = None
     layered: LayeredChunk | None = None
-    _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRequest]) -> ScheduledStep:
@@ -105,12 +104,10 @@ class ScheduledStep:
 
     def withdraw(self, index: int) -> None:
         """Remove a request from those that sample."""
-        self.samples[index], self._rows = False, None
+        self.samples[index] = False
 
     @property
     def rows(self) -> list[ScheduledRequest]:
-        """The rows of a complete step. Made once, because drafting reads them several times."""
-        if self._rows is None:
-            lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples, self.num_drafts
-            self._rows = list(map(ScheduledRequest._make, zip(*lists)))
-        return self._rows
+        """The lists, row by row."""
+        lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples, self.num_drafts
+        return list(map(ScheduledRequest._make, zip(*lists)))
