@@ -74,6 +74,13 @@ class Fp8Rows:
     padded: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+def activation_sums(values: torch.Tensor, sum_columns: int) -> torch.Tensor:
+    """Fp8Rows.activation_sums of e4m3 rows, [num_rows, size]; zeros behind the last."""
+    sums = values.float().unflatten(1, (-1, sum_columns)).sum(2).t()
+    whole = torch.nn.functional.pad(sums, (0, -len(values) % SUM_TILE_ROWS))
+    return whole.unflatten(1, (-1, SUM_TILE_ROWS)).transpose(0, 1).contiguous()
+
+
 def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
     """Rows to allocate for num_tokens tokens."""
     return num_tokens + -num_tokens % 4 if scheme.group_size else num_tokens

@@ -10,7 +10,6 @@ from slipstream_kernels.gemm.tuning import H200, Tuning
 TILE, BLOCK = 16, 128  # output features of a tile, input features of a block
 COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # tokens of a tile that are compiled; others are rounded up
 MAX_TOKENS = 64  # of every weight; more of those with few output features
-MAX_TILED_TOKENS = 2 * COLUMNS[-1]
 WARPGROUPS_M = (1, 2, 4)
 MAX_WARPGROUPS_M = WARPGROUPS_M[-1]
 MAX_WIDE_WARPGROUPS_M = 2  # of more than MAX_TOKENS
@@ -66,4 +65,4 @@ def most_tokens(sizes: tuple[int, int], tuning: Tuning = H200) -> int:
         for count, (most, ratio) in tuning.narrow_features.items()
         if features <= most and summed >= ratio * features
     )
-    return max(MAX_TOKENS, *found, 0)
+    return max((MAX_TOKENS, *found))

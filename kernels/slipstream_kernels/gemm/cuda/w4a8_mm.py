@@ -14,15 +14,14 @@ import torch
 
 from slipstream_kernels.cuda.build import build_refusal
 from slipstream_kernels.cuda.device import hopper_refusal
-from slipstream_kernels.fp8 import MAX_SUMMED_ROWS, SUM_TILE_ROWS, Fp8Rows
+from slipstream_kernels.fp8 import SUM_TILE_ROWS, Fp8Rows, activation_sums
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, w4a8_gemm
-from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TILED_TOKENS, MAX_TOKENS, Variant
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS, Variant
 from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
 assert COLUMNS[-1] == SUM_TILE_ROWS  # kSumTokens of mixed_gemm_shape.cuh
-assert MAX_TILED_TOKENS == MAX_SUMMED_ROWS
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -82,9 +81,8 @@ def _activation_sums(rows: Fp8Rows, weight: Int4Weight) -> torch.Tensor:
     """The activation sums of the rows, computed here if the rows come without."""
     if rows.activation_sums is not None:
         return rows.activation_sums
-    runs = rows.values[: rows.num_tokens].float().unflatten(1, (-1, w4a8_layout.sum_columns(weight.group_size)))
-    sums = torch.nn.functional.pad(runs.sum(2).t(), (0, -rows.num_tokens % SUM_TILE_ROWS))
-    return sums.unflatten(1, (-1, SUM_TILE_ROWS)).transpose(0, 1).contiguous()
+    sum_columns = w4a8_layout.sum_columns(weight.group_size)
+    return activation_sums(rows.values[: rows.num_tokens], sum_columns)
 
 
 @lru_cache

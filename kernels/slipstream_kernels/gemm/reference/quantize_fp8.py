@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slipstream_kernels.fp8 import BLOCK, E4M3, E4M3_MAX, SMALLEST_AMAX, SUM_TILE_ROWS, Fp8Rows, Fp8Scheme, empty_rows
+from slipstream_kernels.fp8 import BLOCK, E4M3, E4M3_MAX, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, activation_sums, empty_rows
 
 
 def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
@@ -28,10 +28,7 @@ def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
     rows.values[:num_rows] = values.view(num_rows, size)
     rows.scales[:num_rows] = scales
     if rows.activation_sums is not None:
-        runs = rows.values[:num_rows].float().unflatten(1, (-1, scheme.sum_columns))
-        for start, tile in zip(range(0, num_rows, SUM_TILE_ROWS), rows.activation_sums):
-            of_tile = runs[start : start + SUM_TILE_ROWS].sum(2).t()
-            tile[:, : of_tile.shape[1]] = of_tile
+        rows.activation_sums.copy_(activation_sums(rows.values[:num_rows], scheme.sum_columns))
     return rows
 
 
