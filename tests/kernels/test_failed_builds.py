@@ -35,7 +35,7 @@ from slipstream_kernels.sample.cuda import sample
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 IN_CUDA = {
     "skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "skinny_gemm_w4a16", "mixed_gemm_w4a16",
-    "stream_w4a16", "mixed_gemm_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm",
+    "stream_w4a16", "mixed_gemm_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm", "grouped_mxfp4_wide",
 }  # fmt: skip
 Answer = str  # of a fake kernel: its name
 Kernels = dict[str, Kernel]

@@ -10,7 +10,7 @@ from hopper import assert_compiles_well
 from slipstream_kernels import ops
 from slipstream_kernels.gemm.int4_checks import check_int4
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm
+from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_mxfp4_wide
 from slipstream_kernels.moe.grouped_mxfp4_layout import repack_experts, unpack_experts
 from slipstream_kernels.moe.triton.dequantise_mxfp4 import dequantise_mxfp4
 from tolerances import INT_MM
@@ -88,7 +88,7 @@ def test_the_kernel_of_few_rows_thread_by_thread(shape) -> None:
     x, weight, values, routing = gemm_case(shape, by_token, torch.device("cpu"))
     out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
     repacked = repack_experts(weight, shape[1])
-    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, variant.columns, by_token=by_token)
+    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, 8 * variant.columns, by_token=by_token)
     emulation.run("emulate_grouped_mxfp4.cc", grouped_mxfp4_gemm.defines(variant), params, seed=sum(shape[:5]))
     check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
 
@@ -112,6 +112,56 @@ def test_the_kernel_of_few_rows(hopper, shape, gated, variant) -> None:
     y = grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, variant)
     check(y, x.double(), values, routing, gated, gated, INT_MM["cuda", torch.bfloat16])
     assert torch.equal(y, grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, variant))
+
+
+# tokens, experts, top_k, out, in, variant: experts of several tiles, of one row and of none, features that end within a
+# warpgroup's, inputs that end within a unit, and rings that are filled more than once and not at all
+WIDE_SHAPES = [
+    (20, 3, 2, 160, 1184), (57, 3, 2, 96, 544), (9, 40, 2, 64, 32), (120, 3, 2, 32, 160), (3, 2, 1, 224, 96),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
+@pytest.mark.parametrize("variant", grouped_mxfp4_wide.VARIANTS)
+@pytest.mark.parametrize("shape", WIDE_SHAPES, ids=str)
+def test_the_wide_kernel_thread_by_thread(shape, variant) -> None:
+    """Its device code on the CPU, the permutation of rows before it too."""
+    by_token = shape[0] != 57
+    x, weight, values, routing = gemm_case((*shape, None), by_token, torch.device("cpu"))
+    out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
+    repacked = repack_experts(weight, shape[1])
+    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, variant.tile_rows, by_token=by_token)
+    permuted = grouped_mxfp4_wide.workspace(repacked, params.max_token_tiles * variant.tile_rows).fill_(float("nan"))
+    params.permuted_x = permuted.data_ptr()
+    emulation.run("emulate_grouped_mxfp4_wide.cc", grouped_mxfp4_wide.defines(variant), params, seed=sum(shape))
+    check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
+
+
+@pytest.mark.parametrize("variant", grouped_mxfp4_wide.VARIANTS)
+def test_the_wide_kernel_compiles_without_spills(variant) -> None:
+    assert_compiles_well(grouped_mxfp4_wide.SOURCE, grouped_mxfp4_wide.defines(variant))
+
+
+@pytest.mark.parametrize("variant", grouped_mxfp4_wide.VARIANTS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "shape", [*WIDE_SHAPES, (200, 32, 4, 576, 800), (700, 5, 4, 96, 544), (300, 128, 4, 192, 2880)], ids=str
+)
+def test_the_wide_kernel(hopper, shape, gated, variant) -> None:
+    x, canonical, values, routing = gemm_case((*shape, None), gated, hopper)
+    weight = ops.repack_expert_int4(canonical, shape[1])
+    y = grouped_mxfp4_wide.grouped_int4_mm(x, weight, routing, gated, gated, variant)
+    check(y, x.double(), values, routing, gated, gated, INT_MM["cuda", torch.bfloat16])
+    assert torch.equal(y, grouped_mxfp4_wide.grouped_int4_mm(x, weight, routing, gated, gated, variant))
+
+
+def test_wide_tiles_hold_the_rows_of_most_experts() -> None:
+    def chosen(num_tokens: int, num_experts: int) -> int:
+        sizes = num_tokens, 4 * num_tokens, num_experts
+        return grouped_mxfp4_wide.choose(sizes, 5760, 132).tile_rows
+
+    assert [chosen(tokens, 32) for tokens in (96, 200, 256, 384, 512, 4096)] == [32, 32, 48, 64, 96, 96]
+    assert [chosen(tokens, 128) for tokens in (512, 1024)] == [32, 48]
 
 
 @pytest.mark.parametrize("num_rows", [4, 40, 4096])

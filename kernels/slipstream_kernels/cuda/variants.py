@@ -30,7 +30,7 @@ from slipstream_kernels.gemm.cuda import (
     swap_ab_stream,
     w4a8_gemm,
 )
-from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_w4a8_gemm, grouped_w4a16_gemm
+from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_mxfp4_wide, grouped_w4a8_gemm, grouped_w4a16_gemm
 from slipstream_kernels.sample.cuda import sample
 
 Variant = tuple[str, tuple[str, ...]]
@@ -58,6 +58,7 @@ def variants() -> list[Variant]:
         grouped_w4a16_gemm,
         grouped_w4a8_gemm,
         grouped_mxfp4_gemm,
+        grouped_mxfp4_wide,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     return [*found, (int4_mm.DEQUANTISE, ()), (grouped_mxfp4_gemm.DEQUANTISE, ())]

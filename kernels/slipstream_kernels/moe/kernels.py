@@ -202,6 +202,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
     "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _needs_bf16),
+    "grouped_mxfp4_wide": _grouped_gemm("grouped_mxfp4_wide", _needs_bf16),
     "dequantise_grouped_mxfp4+grouped_mm": Kernel(
         _written_out_16bit_by(_dequantise_grouped_mxfp4_16bit), _needs_bf16, gates=always
     ),

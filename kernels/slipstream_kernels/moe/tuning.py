@@ -68,10 +68,13 @@ H200 = Tuning(
             *_GROUPED_INT4,
         ),
         ("grouped_mxfp4", PLAIN_ROWS): (
-            # 32 of 5760 x 2880: 688 us and 816 written out with 128 rows an expert, 1000 and 933 with 192
-            Use("dequantise_grouped_mxfp4+grouped_mm", least_rows=176),
+            # 32 of 5760 x 2880: 1933 us and 2037 written out with 1,024 rows an expert, 3905 and 3671 with 2,048
+            Use("dequantise_grouped_mxfp4+grouped_mm", least_rows=1536),
+            # the same: 96.7 us and 102.7 of the wide kernel with 10 rows, 105.4 and 103.2 with 12; 128 experts: 391.0
+            # and 419.2 with 12, 487.7 and 440.6 with 16
+            Use("grouped_mxfp4_wide", least_rows=13),
             Use("grouped_mxfp4_gemm"),
-            Use("dequantise_grouped_mxfp4+grouped_mm"),  # if a library of the kernel of few rows cannot be built
+            Use("dequantise_grouped_mxfp4+grouped_mm"),  # if no library of them can be built
         ),
         ("grouped_w4a16", PLAIN_ROWS): (
             # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160

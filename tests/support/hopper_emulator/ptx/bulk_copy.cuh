@@ -6,6 +6,7 @@
 namespace slipstream {
 
 inline uint64_t evict_first_policy() { return 0; }
+inline uint64_t keep_policy() { return 0; }
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
   copy_bytes(to, from, barrier, static_cast<int>(bytes));
 }
