@@ -13,20 +13,22 @@ import torch
 from engine_driver import make_engine
 from engine_peer import Backend, InThread
 from exact_float32 import exact_float32
-from forked_ranks import RankForks
-from slipstream.engine import rank_processes
+from forked_processes import Forks
+from slipstream.engine import grammar_link, rank_processes
 from slipstream.engine.engine import Engine
 from tiny_model import make_tiny_llama
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_ranks() -> Iterator[None]:
-    """Ranks of this process's engines are forked, not started: half of what their tests took was `import torch`."""
+def forked_processes() -> Iterator[None]:
+    """Ranks and grammar processes of this process's engines are forked, not started: half of what their tests took was
+    `import torch`."""
     if torch.cuda.is_available():  # which a forked process cannot use
         yield
         return
-    with closing(RankForks()) as forks, pytest.MonkeyPatch.context() as patches:
-        patches.setattr(rank_processes, "start_process", forks.start)
+    with closing(Forks()) as forks, pytest.MonkeyPatch.context() as patches:
+        for module in (rank_processes, grammar_link):
+            patches.setattr(module, "start_process", forks.start)
         yield
 
 

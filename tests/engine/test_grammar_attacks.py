@@ -253,7 +253,7 @@ def test_what_the_machine_lacks_ends_guided_requests_alone(
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     engine = make_engine(tiny_llama)
-    place = (grammar_link.os, "memfd_create") if lacks == "memory for masks" else (grammar_link.subprocess, "Popen")
+    place = (grammar_link.os, "memfd_create") if lacks == "memory for masks" else (grammar_link, "start_process")
     try:
         with monkeypatch.context() as lacking:
             lacking.setattr(*place, refuse)

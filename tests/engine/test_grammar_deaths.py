@@ -20,6 +20,8 @@ from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, Struc
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide
+from slipstream.engine import grammar_link
+from slipstream.engine.child_process import start_process
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_messages import MAX_KILLS
 
@@ -91,6 +93,7 @@ def test_where_xgrammar_is_not_installed_only_guided_requests_fail(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "xgrammar.py").write_text("raise ImportError\n")
+    monkeypatch.setattr(grammar_link, "start_process", start_process)  # one that is forked has imported it already
     monkeypatch.syspath_prepend(tmp_path)
     engine = make_engine(tiny_llama)
     told = dict([start(engine), start(engine, replace(GUIDED, guide=None))])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from slipstream.engine.child_process import start_process
 from slipstream.engine.grammar_channel import Channel, readable
 from slipstream.engine.grammar_messages import Setup
 
@@ -194,9 +195,7 @@ class GrammarLink:
         # one malloc arena: each takes 64 MiB of address space, which is limited
         environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-            )
+            self._process = start_process([sys.executable, *arguments], (theirs.fileno(),), environment)
         self._control = Channel(ours, is_blocking=False)
         self._num_unanswered, self._check_due = 1, time.monotonic() + MAX_GRAMMAR_SILENCE_S
         self._cpu_s = self._cpu_s_asked = 0.0

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import EngineError
+from slipstream.engine.child_process import start_process
 from slipstream.engine.load_watch import Report
 
 MOST_AHEAD = 8  # ranks of a machine that are started before it is known whether it has a device for each
@@ -46,11 +47,6 @@ class RankFailure(EngineError):
     def __init__(self, number: int, reason: str, is_own: bool) -> None:
         super().__init__(f"rank {number}: {reason}")
         self.number, self.is_own = number, is_own
-
-
-def start_process(command: list[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """A process that has these of our file descriptors, under their numbers."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
 
 
 class RankProcess:

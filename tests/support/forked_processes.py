@@ -1,7 +1,8 @@
-"""Processes of ranks, forked from one that has imported torch, which takes two seconds of CPU time in each that starts.
+"""Ranks and grammar processes, forked from one that has imported what they do: torch alone takes each that starts two
+seconds of CPU time.
 
-What a rank runs, and whose child it is, are as in a process that is started: the one that forks is asked by pytest's
-process, which adopts the new one. Engines in processes of their own start their ranks as they do without tests.
+What such a process runs, and whose child it is, are as in one that is started: the one that forks is asked by pytest's
+process, which adopts the new one. Engines in processes of their own start theirs as they do without tests.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slipstream.engine.child_process import start_process
+
 _PR_SET_CHILD_SUBREAPER = 36
-_START = "import sys; sys.path[:] = {path!r}; from forked_ranks import serve; serve({fd})"
-_MOST_COMMAND_BYTES = 8192  # of the command line of a rank, which is written over that of the process that forks
-_FIRST_OWN_FD = 512  # above the numbers that a rank's sockets have to get
+_START = "import sys; sys.path[:] = {path!r}; from forked_processes import serve; serve({fd})"
+_MOST_COMMAND_BYTES = 8192  # of a command line, which is written over that of the process that forks
+_FIRST_OWN_FD = 512  # above the numbers that the new process's sockets have to get
 _libc = ctypes.CDLL(None)
 
 
-class ForkedRank:
-    """What rank_processes asks of a subprocess.Popen."""
+class Forked:
+    """What rank_processes and grammar_link ask of a subprocess.Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self._has_ended = pid, False
@@ -38,25 +42,31 @@ class ForkedRank:
     def wait(self, timeout: float = float("inf")) -> None:
         limit = time.monotonic() + timeout
         while not self._has_ended:
-            self._has_ended = os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
-            if not self._has_ended and time.monotonic() > limit:
-                raise subprocess.TimeoutExpired("a rank", timeout)
+            if self.poll() is None and time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
             time.sleep(0.0 if self._has_ended else 0.005)
+
+    def poll(self) -> int | None:
+        """Not None if it has ended."""
+        if not self._has_ended:
+            self._has_ended = os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+        return 0 if self._has_ended else None
 
     def kill(self) -> None:
         if not self._has_ended:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class RankForks:
-    """The process that forks, which begins with the first rank and ends with `close`. Any thread."""
+class Forks:
+    """The process that forks, which begins with the first request and ends with `close`. Any thread."""
 
     def __init__(self) -> None:
         self._lock, self._socket, self._process = threading.Lock(), None, None
 
-    def start(self, command: list[str], fds: tuple[int, ...]) -> ForkedRank:
-        """Takes the place of rank_processes.start_process."""
-        request = {"command": command, "fds": fds, "parent": os.getpid(), "environment": dict(os.environ)}
+    def start(self, command: list[str], fds: tuple[int, ...], environment: Mapping[str, str] | None = None) -> Forked:
+        """Takes the place of child_process.start_process."""
+        variables = dict(os.environ if environment is None else environment)
+        request = {"command": command, "fds": fds, "parent": os.getpid(), "environment": variables}
         with self._lock:
             if self._socket is None:
                 self._begin()
@@ -64,14 +74,15 @@ class RankForks:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [1, 2, *fds])
             pid = self._socket.recv(32)
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        assert pid, "the process that forks ranks has ended"
-        return ForkedRank(int(pid))
+        assert pid, "the process that forks has ended"
+        return Forked(int(pid))
 
     def _begin(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = _START.format(path=[place for place in sys.path if place], fd=theirs.fileno())
         command = [sys.executable, "-c", code, "x" * _MOST_COMMAND_BYTES]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # as grammar_link.py wants; later it would have no effect
+        self._process = start_process(command, (theirs.fileno(),), environment)
         theirs.close()
 
     def close(self) -> None:
@@ -81,15 +92,14 @@ class RankForks:
 
 
 def serve(fd: int) -> NoReturn:
-    """Fork a rank for each request, until there are no more."""
+    """Fork a process for each request, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    importlib.import_module("slipstream.engine.rank_process")  # imports torch
-    gc.freeze()
     requests = socket.socket(fileno=fd)
     while True:
         request, fds, _, _ = socket.recv_fds(requests, 1 << 20, 16)
         if not request:
             os._exit(0)
+        _import_for(json.loads(request)["command"][2])
         child = os.fork()
         if child == 0:
             if os.fork():
@@ -98,6 +108,14 @@ def serve(fd: int) -> NoReturn:
         for one in fds:
             os.close(one)
         os.waitpid(child, 0)
+
+
+def _import_for(code: str) -> None:
+    """What the process will import that runs this code."""
+    module = "grammar_process" if "grammar_process" in code else "rank_process"
+    if (name := f"slipstream.engine.{module}") not in sys.modules:
+        importlib.import_module(name)
+        gc.freeze()
 
 
 def _become(request: dict[str, Any], fds: list[int], requests: socket.socket) -> NoReturn:
@@ -120,11 +138,11 @@ def _become(request: dict[str, Any], fds: list[int], requests: socket.socket) ->
         exec(request["command"][2], {"__name__": "__main__"})
     except BaseException:
         traceback.print_exc()
-    os._exit(1)  # a rank ends itself
+    os._exit(1)  # what was run ends itself
 
 
 def _write_command_line(command: list[str]) -> None:
-    """By which tests find ranks: where the kernel reads that of this process."""
+    """By which tests find processes: where the kernel reads that of this process."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     line = b"\0".join(map(os.fsencode, command))
     assert len(line) < end - start
