@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
 from engine_peer import Backend, InThread
+from frozen import frozen
 from patience import wait_until
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, ServingConfig, SpeculationConfig
 from slipstream.core.control import RELOAD, SLEEP, WAKE_UP, Control
@@ -72,16 +73,13 @@ def test_a_deeper_sleep_drops_the_weights(tiny_llama: Path, few: list[list[int]]
     engine = make_engine(tiny_llama)
     before, worker = texts(engine, few), model_worker(engine)
     weights, pool = (weakref.ref(kept) for kept in (worker.runner.model.embedding, worker.runner._kv_caches[0]))
-    gc.freeze()
-    try:
+    with frozen():
         carry_out(engine, Control(SLEEP, 1))
         assert pool() is None and weights() is not None
         carry_out(engine, Control(SLEEP, 2), Control(SLEEP, 1))
         assert weights() is None and engine.residency.level == 2
         carry_out(engine, Control(WAKE_UP))
         assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
     assert texts(engine, few) == before
 
 

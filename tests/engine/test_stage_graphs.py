@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 from engine_driver import GREEDY, make_engine, run_all
+from frozen import frozen
 from rehearsed_graphs import num_replays, rehearse_graphs_of_ranks
 from slipstream.core.config import ParallelConfig
 from slipstream.core.errors import EngineError
@@ -61,9 +62,9 @@ def graphs_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         make(graphs, *arguments, **options)
         made.add(graphs)
 
-    def collect() -> None:
+    def collect(num_frozen: int) -> None:
         assert made, "graphs were made"
-        collect_all()
+        collect_all(num_frozen)
         found.append(len(made))
 
     monkeypatch.setattr(StepGraphs, "__init__", noted)
@@ -80,11 +81,9 @@ def test_no_graph_is_left_when_ranks_leave(
     left = graphs_left(monkeypatch)
     engine = make_engine(make_tiny_llama(tmp_path), parallel=ParallelConfig(size, num_stages))
     run_all(engine, [[5, 6, 7]], GREEDY)
-    gc.freeze()
-    engine.close()
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    assert left == [0] and is_frozen
+    with frozen():
+        engine.close()
+        assert left == [0] and gc.get_freeze_count() > 0
 
 
 @pytest.mark.parametrize("place", ["ready", "capture", "behind"])

@@ -9,7 +9,6 @@ Knows nothing of tensors: protocol/request_parser.py reads requests and output_p
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import queue
@@ -47,6 +46,7 @@ from slipstream.protocol.responses import (
     response_frames,
 )
 from slipstream.protocol.unread_request import encode_unread, peek
+from slipstream.worker.residency import freeze
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ class GenerateServer:
 
     def serve(self) -> int:
         """Announce READY, serve until the backend closes the socket, a drain has ended or the engine has failed."""
-        gc.collect()
-        gc.freeze()  # objects made while loading live for ever: do not scan them again
+        freeze()
         self._link.send(self.ready_frame())
         threads = [
             threading.Thread(target=self._engine_loop, name="engine", daemon=True),

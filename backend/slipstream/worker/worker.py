@@ -6,6 +6,7 @@ asks for drafts in between. Steps that were launched ahead and never matched are
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,7 @@ from slipstream.worker.load_target import enter_device, finish_phase, in_inferen
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.request_state import RequestStates
-from slipstream.worker.residency import HostWeights, drop_locals, freeze_again, give_memory_back
+from slipstream.worker.residency import HostWeights, drop_locals, freeze, give_memory_back
 from slipstream.worker.sample.sampler import PendingTokens
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.interface import SpeculatorContext
@@ -61,7 +62,7 @@ class ModelWorker:
         self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
     ) -> None:
         self._config, self._spec, self._hardware, self._plan = config, spec, hardware, plan
-        self._own_model = config.model.model
+        self._own_model, self._num_frozen = config.model.model, gc.get_freeze_count()
         self._target: Decoder | None = load_target(config, spec, hardware, phases)  # None: asleep without weights
         self._host_weights: HostWeights | None = None
         self._is_asleep = self._was_frozen = False
@@ -179,7 +180,7 @@ class ModelWorker:
             self._target = self._host_weights = None
         elif self._target is not None and self._host_weights is None and device.type != "cpu":
             self._host_weights = HostWeights(self._target.tensors())
-        self._was_frozen = give_memory_back(device) or self._was_frozen
+        self._was_frozen = give_memory_back(device, self._num_frozen) or self._was_frozen
 
     @torch.inference_mode(False)  # what it makes is as after a start
     def wake(self, model: str | None) -> None:
@@ -202,7 +203,7 @@ class ModelWorker:
             raise
         self._is_asleep = False
         if self._was_frozen:
-            freeze_again()
+            freeze()
 
     def close(self) -> None:
         self._launched.clear()

@@ -1,0 +1,19 @@
+"""Objects that are frozen for the garbage collector, as an engine's server does when it has loaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """All that there is. Afterwards the session's imports are again (conftest.py), and nothing of the test."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
