@@ -2,10 +2,12 @@
 
     python tests/support/kernel_manifest.py [--jobs N] [--keep DIR] [--only SOURCE,...]
 
-rewrites tests/golden/cuda_kernels.json: per library the registers of its kernels, descending, and their spilled bytes.
-Takes 15 minutes on one core, and 10 more with CUTLASS's headers (python -m slipstream_kernels.cuda.cutlass), without
+rewrites tests/golden/cuda_kernels.json: per library the registers of its kernels, descending, their spilled bytes, and
+the digest of sources and options that this came of, unless the compiler warned.  A test of a library compiles it only
+if it has another digest, or always with SLIPSTREAM_LONG_TESTS=1.
+Takes 20 minutes on one core, and 10 more with CUTLASS's headers (python -m slipstream_kernels.cuda.cutlass), without
 which the lines of its kernels are kept.  --only compiles sources of these names, such as sm90_sample.cu, and keeps the
-other lines.  --keep stores the cubins in DIR, to compare machine code before and after a
+other lines.  --keep stores the cubins in DIR, and no host code is compiled, to compare machine code before and after a
 change.
 """
 
@@ -23,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
@@ -44,22 +47,33 @@ class Compiled:
     warnings: tuple[str, ...]
 
 
+class Recorded(NamedTuple):
+    """registers, spilled_bytes: see Compiled.  digest: "" if the compiler warned or it is not known."""
+
+    registers: list[int]
+    spilled_bytes: int
+    digest: str = ""
+
+
 def name_of(variant: Variant) -> str:
     source, defines = variant
     return " ".join([source, *(define.removeprefix("SLIPSTREAM_") for define in defines)])
 
 
 def compile_variant(variant: Variant, keep: Path | None = None, flags: Sequence[str] = ()) -> Compiled:
-    """Compile the device code only.  Raises KernelBuildError with the compiler's message."""
+    """Compile the library, or to keep it the device code only.  Raises KernelBuildError with the compiler's message."""
     nvcc = build.find_nvcc()
     assert nvcc is not None, "nvcc is not installed"
     source, defines = variant
-    options = [option for option in build.FLAGS if option != "-shared" and not option.startswith("-Xcompiler")]
+    options, libraries = list(build.FLAGS), build.library_flags(nvcc)
+    if keep is not None:
+        options = [option for option in options if option != "-shared" and not option.startswith("-Xcompiler")]
+        options, libraries = [*options, "-cubin"], []
     with tempfile.TemporaryDirectory() as folder:
-        cubin = (keep or Path(folder)) / (re.sub(r"\W+", "_", name_of(variant)) + ".cubin")
-        command = [str(nvcc), *options, *flags, *(f"-D{define}" for define in defines), "-cubin", "-Xptxas=-v"]
-        command += [f"-I{path}" for path in build.include_folders()]
-        command += ["-o", str(cubin), str(build.SOURCE_FOLDER / source)]
+        out = keep / (re.sub(r"\W+", "_", name_of(variant)) + ".cubin") if keep else Path(folder) / "kernel.so"
+        command = [str(nvcc), *options, *flags, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
+        command += [*(f"-I{path}" for path in build.include_folders()), *libraries]
+        command += ["-o", str(out), str(build.SOURCE_FOLDER / source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_HEAVY_COMPILE_S)
     if done.returncode:
         raise build.KernelBuildError(f"{name_of(variant)}\n{done.stdout}{done.stderr}")
@@ -87,20 +101,33 @@ def compiler_version() -> str | None:
 
 
 @lru_cache
-def load() -> tuple[str, dict[str, tuple[list[int], int]]]:
-    """(version of nvcc, {library: (registers, spilled bytes)}) as recorded."""
+def load() -> tuple[str, dict[str, Recorded]]:
+    """(version of nvcc, {library: record})."""
     stored = json.loads(MANIFEST.read_text())
-    return stored["nvcc"], {name: (entry[0], entry[1]) for name, entry in stored["libraries"].items()}
+    return stored["nvcc"], {name: Recorded(*entry) for name, entry in stored["libraries"].items()}
 
 
-def recorded(variant: Variant) -> tuple[list[int], int] | None:
+def recorded(variant: Variant) -> Recorded | None:
     """The record of a library if this nvcc is the recorded version, else None."""
     version, libraries = load()
     return libraries[name_of(variant)] if version == compiler_version() else None
 
 
-def write(version: str, libraries: dict[str, tuple[list[int], int]]) -> None:
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(libraries[name])}" for name in sorted(libraries))
+def compiled_before(variant: Variant) -> Recorded | None:
+    """The record if this nvcc compiled the same sources with the same options without a warning, else None."""
+    found = recorded(variant)
+    is_same = found is not None and found.digest == digest_of(variant)
+    return found if is_same and os.environ.get("SLIPSTREAM_LONG_TESTS") != "1" else None
+
+
+def digest_of(variant: Variant, flags: Sequence[str] = ()) -> str:
+    source, defines = variant
+    return build._digest(source, build._options(defines, flags))
+
+
+def write(version: str, libraries: dict[str, Recorded]) -> None:
+    entries = {name: list(entry) if entry.digest else list(entry[:2]) for name, entry in libraries.items()}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
     MANIFEST.write_text(f'{{"nvcc": "{version}", "libraries": {{\n{lines}\n}}}}\n')
 
 
@@ -112,7 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
-    libraries: dict[str, tuple[list[int], int]] = load()[1] if MANIFEST.exists() else {}
+    libraries: dict[str, Recorded] = load()[1] if MANIFEST.exists() else {}
     wanted = [(variant, ()) for variant in variants()]
     if cutlass.missing() is None:
         flags = (*cutlass.FLAGS, f"-I{cutlass.include_folder()}")
@@ -122,9 +149,10 @@ def main() -> None:
     names = {name_of(variant) for variant in (*variants(), *on_cutlass())}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         compiled = pool.map(lambda job: partial(compile_variant, keep=arguments.keep)(job[0], flags=job[1]), wanted)
-        for (variant, _), found in zip(wanted, compiled):
+        for (variant, flags), found in zip(wanted, compiled):
             print(name_of(variant), found, flush=True)
-            libraries[name_of(variant)] = (list(found.registers), found.spilled_bytes)
+            digest = "" if found.warnings else digest_of(variant, flags)
+            libraries[name_of(variant)] = Recorded(list(found.registers), found.spilled_bytes, digest)
     version = compiler_version()
     assert version is not None
     write(version, {name: entry for name, entry in libraries.items() if name in names})
