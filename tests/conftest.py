@@ -25,10 +25,11 @@ if shutil.which("nvidia-smi") is None:
     # Read when triton is first imported, by whichever test comes first: without a GPU, kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.disable()  # until tests are collected: it would look again and again through what is imported, and stays
 register_profiles()
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLED = ("kernels", "models", "engine")  # folders whose tests have large grids of cases
-SHARE = 5  # one case of that many
+SHARE = 8  # one case of that many
 # Files in the order in which `make test` begins them, those that take longest first: what is begun last ends alone.
 LONGEST = (ROOT / "tests/longest_files.txt").read_text().split()
 
@@ -66,12 +67,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    yield
+    gc.enable()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # or libraries report what is left at the end
 
 
 def sampled(cases: list[pytest.Function], seen: set[tuple[Path, str, str]]) -> set[pytest.Function]:
-    """A fifth of the cases of a grid, or more until the file has had each value of its parameters; first those with
+    """An eighth of the cases of a grid, or more until the file has had each value of its parameters; first those with
     most values that it has not had."""
     left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
     taken: set[pytest.Function] = set()

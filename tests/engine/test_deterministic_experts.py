@@ -38,9 +38,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 LENGTHS = (5, 48, 70, 33, 12, 91)  # of prompts, the first of which is the beginning of the second
 WANTED = [
-    SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2),
-    SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True, logprobs=2),
-    SamplingParams(max_tokens=20, temperature=0.9, seed=6, top_k=40, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=12, temperature=0.9, seed=6, top_k=40, ignore_eos=True, logprobs=2),
 ] * 2
 
 

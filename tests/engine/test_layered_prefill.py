@@ -60,7 +60,7 @@ def replays(engine: Engine) -> list[int]:
 
 def run(engine: Engine, texts: Texts = TEXTS) -> list[Told]:
     """A stream first, then the others beside it."""
-    params, told = replace(GREEDY, max_tokens=200), {}
+    params, told = replace(GREEDY, max_tokens=100), {}
     stream, *others = [Request(list(text), params if not place else GREEDY) for place, text in enumerate(texts)]
     engine.submit(stream)
     run_steps(engine, told, 3)

@@ -44,6 +44,7 @@ def test_drafts_in_stages(llama: Path, prompts: list[list[int]], tensor_parallel
         replace(GUIDED, speculative_method="ngram"),
         *(replace(one, num_draft_tokens=0) for one in KINDS),
     ]
+    params = [replace(one, max_tokens=20) for one in params]
     texts = [prompts[4 + index % 8] for index in range(len(params))]
     expected = run_all(make_engine(llama), texts, [replace(one, speculative_method=None) for one in params])
     speculation = speculation_config(",".join(methods), throttle="off", ngram_min=1, draft_model=str(llama))
@@ -109,6 +110,7 @@ def test_heads_in_stages(
         replace(GUIDED, speculative_method="medusa"),
         *(replace(one, num_draft_tokens=0) for one in KINDS),
     ]
+    params = [replace(one, max_tokens=15) for one in params]
     texts = [prompts[4 + index % 8] for index in range(len(params))]
     expected = run_all(make_engine(model), texts, [replace(one, speculative_method=None) for one in params])
     speculation = speculation_config(

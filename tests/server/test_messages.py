@@ -6,17 +6,27 @@ import json
 import socket
 import urllib.error
 import urllib.request
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 from gateway import GatewayProcess
 from patience import PATIENCE_S
 
-anthropic = pytest.importorskip("anthropic")
+if TYPE_CHECKING:
+    import anthropic
+
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 CALLS = ["Let me see.", '<tool_call>{"name": "f", "argum', 'ents": {"a": 1}}</tool_call>']
 MESSAGES = "/v1/messages"
 ASKED = {"model": "hermes", "max_tokens": 50}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client_library() -> None:
+    """Imported where these tests run, not where they are collected, which every worker does: it takes two seconds."""
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
 
 
 def client_of(gateway: GatewayProcess, key: str) -> anthropic.Anthropic:

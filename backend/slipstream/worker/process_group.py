@@ -212,7 +212,7 @@ def _all_agree(value: bool) -> bool:
     return bool(box)
 
 
-def leave(device: torch.device, num_frozen: int) -> None:
+def leave(device: torch.device, num_frozen: int = 0) -> None:
     """Forget the group, without waiting for the others. NCCL waits until all CUDA graphs that call it are gone.
 
     num_frozen: objects that were frozen for the garbage collector before the model was loaded."""
