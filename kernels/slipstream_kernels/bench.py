@@ -175,6 +175,8 @@ def sampling_cases(s: Shapes, device: torch.device, backend: str) -> Iterator[Ca
         "top-k 50": ops.SamplingMetadata(ones, top_k),
         "top-p 0.9": ops.SamplingMetadata(ones, top_p=top_p),
         "all three": ops.SamplingMetadata(ones, top_k, top_p, min_p),
+        "greedy rows of a graph": ops.SamplingMetadata(0 * ones, top_k, top_p, min_p),
+        "plain rows of a graph": ops.SamplingMetadata(ones, 0 * top_k, ones, 0 * ones),
     }
     for name, rows in (("sample fp32", logits), ("sample bf16", logits.bfloat16())):
         for kind, metadata in kinds.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sampling_cases import random_rows, sample_rows
 from slipstream_kernels import ops
+from slipstream_kernels.sample.reference.sample import log_exponential, row_keys
 
 BACKENDS = ["reference", "triton"]
 
@@ -108,6 +109,31 @@ def test_greedy_fills_what_is_given(device, backend) -> None:
     for wrong in (held, held[:3].int(), held[::2]):
         with pytest.raises(ValueError, match=r"^out: "):
             ops.greedy(logits, wrong, backend=backend)
+
+
+def test_draws_fill_what_is_given(device, backend) -> None:
+    """Greedy rows among drawn ones have the tokens of a greedy draw, filters or not."""
+    rows, held = random_rows(12, 700, device), torch.full((14,), -1, device=device)
+    found = sample_rows(**rows, backend=backend, out=held[1:13])
+    assert found.data_ptr() == held[1:13].data_ptr() and held[[0, 13]].tolist() == [-1, -1]
+    assert torch.equal(held[1:13], sample_rows(**rows, backend=backend))
+    is_greedy = rows["temperature"] == 0
+    assert 0 < is_greedy.sum() < 12
+    assert torch.equal(held[1:13][is_greedy], ops.greedy(rows["logits"], backend=backend)[is_greedy])
+    for wrong in (held, held[:12].int(), held[::2]):
+        with pytest.raises(ValueError, match=r"^out: "):
+            sample_rows(**rows, backend=backend, out=wrong)
+
+
+def test_the_noise_is_that_of_the_next_position(device, backend) -> None:
+    """What a row's seed draws behind a position stays what it was: Gumbel-max with the noise of the token drawn."""
+    rows = random_rows(6, 300, device)
+    logits, seeds, positions = rows["logits"], rows["seeds"], rows["positions"]
+    metadata = ops.SamplingMetadata(torch.full((6,), 0.5, device=device))
+    noise = log_exponential(row_keys(seeds, positions + 1)[..., None], torch.arange(300, device=device).int())
+    assert torch.equal(
+        ops.sample(logits, metadata, seeds, positions, backend=backend), (2 * logits - noise).argmax(dim=-1)
+    )
 
 
 def test_tokens_equal_to_the_last_kept_stay(device, backend) -> None:

@@ -39,7 +39,9 @@ def test_draws_the_references_tokens(hopper, vocab_size, dtype) -> None:
         case = {name: None if name in unused else tensor for name, tensor in rows.items()}
         drawn = sample_rows(**case, backend="cuda")
         assert torch.equal(drawn, sample_rows(**case, backend="reference"))
-        assert torch.equal(drawn, sample_rows(**case, backend="cuda"))
+        held = torch.full((42,), -1, device=hopper)
+        assert torch.equal(drawn, sample_rows(**case, backend="cuda", out=held[1:41]))
+        assert held.tolist() == [-1, *drawn.tolist(), -1]
 
 
 def test_rows_that_no_filter_and_no_noise_touch(hopper) -> None:

@@ -7,10 +7,15 @@ from slipstream_kernels import ops
 
 
 def sample_rows(
-    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, backend: str = "auto", **columns: torch.Tensor
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    backend: str = "auto",
+    out: torch.Tensor | None = None,
+    **columns: torch.Tensor,
 ) -> torch.Tensor:
     """ops.sample of what random_rows makes."""
-    return ops.sample(logits, ops.SamplingMetadata(**columns), seeds, positions, backend=backend)
+    return ops.sample(logits, ops.SamplingMetadata(**columns), seeds, positions, out, backend=backend)
 
 
 def random_rows(num_rows: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:

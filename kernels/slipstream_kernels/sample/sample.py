@@ -13,20 +13,23 @@ def sample(
     metadata: SamplingMetadata,
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
+    out: torch.Tensor | None = None,
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Draw one token id per row: [num_rows] int64.
 
     logits: [num_rows, vocab_size] fp32, bf16 or fp16, unchanged; -inf forbids a token.
-    seeds, positions: [num_rows] int64 (any seed; position of the token being drawn), needed unless every row is greedy.
-    Draws by the Gumbel-max trick with counter-based noise hash(seed, position, token id): a row's result does not
+    seeds, positions: [num_rows] int64 (any seed; position of the row's own token, behind which one is drawn), needed
+    unless every row is greedy.  out: contiguous, of the result's shape and dtype, to hold it.
+    Draws by the Gumbel-max trick with counter-based noise hash(seed, position + 1, token id): a row's result does not
     depend on the other rows, and all implementations use the same noise (they can differ only where fp32 rounding
     decides).
     backend: "cuda" (filtered rows on Hopper; ValueError if it cannot run), "triton", "reference"; "auto": the first of
     these that can run.
     """
     _check(logits, metadata, seeds, positions)
+    _check_out(out, logits)
     is_filtered = metadata.temperature is not None and any(column is not None for column in metadata.filters)
     version = select_cuda(
         "sample.sample",
@@ -35,7 +38,7 @@ def sample(
         logits.is_cuda and is_filtered,
         lambda cuda: cuda.refusal(logits) if is_filtered else "no row is filtered",
     )
-    return (version or select("sample.sample", backend, logits)).sample(logits, metadata, seeds, positions)
+    return (version or select("sample.sample", backend, logits)).sample(logits, metadata, seeds, positions, out)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None, *, backend: str = "auto") -> torch.Tensor:
@@ -46,10 +49,16 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None, *, backend: st
     if out is None:
         return sample(logits, SamplingMetadata(), None, None, backend=backend)
     _check_logits(logits)
+    _check_out(out, logits)
+    return select("sample.greedy", backend, logits).greedy(logits, out)
+
+
+def _check_out(out: torch.Tensor | None, logits: torch.Tensor) -> None:
+    if out is None:
+        return
     require_shape("out", out, (logits.shape[0],))
     if out.dtype != torch.int64 or not out.is_contiguous():
         raise ValueError(f"out: dtype {out.dtype}, expected contiguous int64")
-    return select("sample.greedy", backend, logits).greedy(logits, out)
 
 
 def _check_logits(logits: torch.Tensor) -> None:

@@ -157,7 +157,7 @@ class Sampler:
         report = self._edit(requests, logits, rows, previous, paths)
         if masks is not None:
             self._masks.apply(logits, masks)
-        token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
+        token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions)
         if judge is not None:
             token_ids = judge(logits, rows.draws, positions, token_ids)
         if not rows.is_greedy or rows.is_processed:

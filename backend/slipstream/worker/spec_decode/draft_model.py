@@ -176,7 +176,7 @@ class DraftModelProposer:
     ) -> torch.Tensor:
         """Draw a token per request; append the distributions to `probs` if a request uses rejection."""
         states = [one.request for one in requests]
-        draws, positions = draws_of(states, self._device), [state.num_tokens + level for state in states]
+        draws, positions = draws_of(states, self._device), [state.num_tokens + level - 1 for state in states]
         salts = [_DRAFT_SALT if _rejects(state) else 0 for state in states]
         seeds = draws.seeds ^ to_device(salts, torch.int64, self._device)
         token_ids = ops.sample(logits, draws.metadata, seeds, to_device(positions, torch.int64, self._device))

@@ -177,7 +177,7 @@ __device__ __forceinline__ int draw(const SampleParams& p, const RowChunks& chun
   BlockSums sums{memory.parts};
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const T* group_maxima = static_cast<const T*>(p.group_maxima) + static_cast<int64_t>(row) * p.num_groups;
-  const Race race(p.seeds[row], p.positions[row]);
+  const Race race(p.seeds[row], p.positions[row] + 1);
   const Candidates found = CandidateFinder<T>{p, logits, memory, sums}.find(group_maxima, maximum, settings.top_k);
   int token_id = 0;
   if (draw_among(found, settings, chunks, maximum, race, sums, token_id)) return token_id;

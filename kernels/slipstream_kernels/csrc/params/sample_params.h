@@ -16,7 +16,7 @@ struct SampleParams {
   const float* top_p;
   const float* min_p;
   const int64_t* seeds;
-  const int64_t* positions;
+  const int64_t* positions;     // of the rows' own tokens
   int64_t row_stride;
   int32_t num_rows;
   int32_t vocab_size;

@@ -49,13 +49,17 @@ def variants() -> list[tuple[str, ...]]:
 
 
 def sample(
-    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.sample.  Two launches."""
     temperature = metadata.temperature
     assert temperature is not None  # rows that are filtered are drawn
     num_rows, vocab_size = logits.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
     if num_rows == 0:
         return token_ids
     left = first_pass(logits, temperature, metadata.filters, seeds, positions)

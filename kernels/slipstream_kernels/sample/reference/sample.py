@@ -13,11 +13,15 @@ LOG_ZERO = float("-inf")
 
 
 def sample(
-    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor | None, positions: torch.Tensor | None
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.sample."""
     temperature, (top_k, top_p, min_p) = metadata.temperature, metadata.filters
-    token_ids = logits.argmax(dim=-1)
+    token_ids = torch.argmax(logits, dim=-1, out=out)
     if temperature is None:
         return token_ids
     assert seeds is not None and positions is not None
@@ -29,7 +33,7 @@ def sample(
         # z <= 0 and 0 at the maximum, so exp(z) never overflows however small the temperature.
         z = (x - x.amax(dim=-1, keepdim=True)) * (1.0 / temperature[rows])[:, None]
         kept = kept_tokens(x, z, _pick(top_k, rows), _pick(top_p, rows), _pick(min_p, rows))
-        token_ids[rows] = _draw(z, kept, seeds[rows], positions[rows])
+        token_ids[rows] = _draw(z, kept, seeds[rows], positions[rows] + 1)
     return token_ids
 
 
@@ -97,7 +101,7 @@ def _cut_within(
 
 
 def _draw(z: torch.Tensor, kept: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Gumbel-max over the kept tokens: argmax of z - log(E), E ~ Exp(1).
+    """Gumbel-max over the kept tokens: argmax of z - log(E), E ~ Exp(1).  positions: of what is drawn.
 
     Noise is computed only for tokens that can win.
     """

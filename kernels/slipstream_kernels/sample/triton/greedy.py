@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.sample.triton.sample_search import first_of_least
+from slipstream_kernels.sample.triton.sample_search import first_of_least, first_where
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
 CHUNK = 4096
@@ -22,8 +22,9 @@ def _greedy_chunk_kernel(logits_ptr, maxima_ptr, winners_ptr, row_stride, vocab_
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     part = row * NUM_CHUNKS + chunk
-    tl.store(maxima_ptr + part, tl.max(x))
-    tl.store(winners_ptr + part, first_of_least(-x, ids, vocab_size))
+    maximum = tl.max(x)
+    tl.store(maxima_ptr + part, maximum)
+    tl.store(winners_ptr + part, first_where(x == maximum, ids, vocab_size))
 
 
 @triton.jit

@@ -19,7 +19,14 @@ import triton.language as tl
 
 from slipstream_kernels.sample.metadata import SamplingMetadata
 from slipstream_kernels.sample.triton.greedy import greedy
-from slipstream_kernels.sample.triton.sample_search import find_cut, find_row_cut, first_of_least, race, row_mass
+from slipstream_kernels.sample.triton.sample_search import (
+    find_cut,
+    find_row_cut,
+    first_of_least,
+    first_where,
+    race,
+    row_mass,
+)
 from slipstream_kernels.sample.triton.token_groups import (
     MINUS_INFINITY,
     Grouping,
@@ -72,11 +79,11 @@ def _chunk_kernel(
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)  # on its way together with the logits
     x, ids = load_chunk(logits_ptr + row * row_stride, chunk, vocab_size, CHUNK, GROUP)
     maximum = tl.max(x)
     part = row * NUM_CHUNKS + chunk
     tl.store(maxima_ptr + part, maximum)
-    temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         top_k, top_p, min_p = _load_filters(
             row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
@@ -88,11 +95,12 @@ def _chunk_kernel(
                 tl.store(sums_ptr + part, tl.sum(tl.exp(z)))
             store_group_maxima(x, group_maxima_ptr + row * (NUM_CHUNKS * CHUNK // GROUP), chunk)
         else:
-            scores = race(z, x > float("-inf"), ids, tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-            tl.store(sums_ptr + part, tl.min(scores))
-            tl.store(winners_ptr + part, first_of_least(scores, ids, vocab_size))
+            scores = race(z, None, ids, tl.load(seeds_ptr + row), tl.load(positions_ptr + row) + 1)
+            least = tl.min(scores)
+            tl.store(sums_ptr + part, least)
+            tl.store(winners_ptr + part, first_where(scores == least, ids, vocab_size))
     else:
-        tl.store(winners_ptr + part, first_of_least(-x, ids, vocab_size))
+        tl.store(winners_ptr + part, first_where(x == maximum, ids, vocab_size))
 
 
 @triton.jit
@@ -202,7 +210,7 @@ def _choose_kernel(
     )
     sums = tl.load(sums_ptr + parts, mask=is_chunk, other=float("inf"))
     if (top_k > 0) | (top_p < 1) | (min_p > 0):
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row) + 1
         logits_row = logits_ptr + row * row_stride
         x, ids, floor = _candidates(logits_row, group_maxima_ptr + row * NUM_GROUPS, scratch_ptr + row * 2 * TOKENS,
                                     maximum, top_k, vocab_size, NUM_GROUPS, GROUPS_PADDED, GROUP, CAPACITY, MOST,
@@ -284,15 +292,19 @@ def _used(filters: tuple[torch.Tensor | None, ...], grouping: Grouping, device: 
 
 
 def sample(
-    logits: torch.Tensor, metadata: SamplingMetadata, seeds: torch.Tensor | None, positions: torch.Tensor | None
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.sample."""
     temperature, filters = metadata.temperature, metadata.filters
     num_rows, vocab_size = logits.shape
     device = logits.device
     if temperature is None:
-        return greedy(logits)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+        return greedy(logits, out)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
     if num_rows == 0:
         return token_ids
     is_filtered = any(column is not None for column in filters)

@@ -36,24 +36,34 @@ def _log2(x):
 def race(z, kept, ids, seed, position):
     """E / exp(z) with Exp(1) noise E of (seed, position, token id), inf if not kept; its argmin is Gumbel-max's draw.
 
-    One logarithm per token, where z - log(E) takes two.
+    z: at most 0; -inf gives inf.  kept: None keeps every token.  One logarithm per token, where z - log(E) takes two.
     """
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     position = (position & 0xFFFFFFFF).to(tl.uint32)
     first_key = mix(mix(mix(low) ^ high) ^ position)
     second_key = mix(mix(mix(high ^ 0x5851F42D) ^ low) ^ position)
     bits = mix(mix(ids.to(tl.uint32) * 0x9E3779B9 + first_key) ^ second_key) & 0x7FFFFFFF
-    u = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
+    # (bits + 1/2) / 2^31, rounded as if added first
+    u = tl.minimum(bits.to(tl.int32).to(tl.float32) * (2.0**-31) + 2.0**-32, 1.0 - 2.0**-24)
     # E = -log(1 - u); 1 - u loses the digits of a small u, and small values win: use a series there.
     tail = 0.33333333 + u * (0.25 + u * (0.2 + u * 0.16666667))
     noise = tl.where(u < 0.0625, u * (1.0 + u * (0.5 + u * tail)), _log2(1.0 - u) * -0.6931471805599453)
-    return tl.where(kept, noise * tl.exp2(z * -1.4426950408889634), float("inf"))
+    scores = noise * tl.exp2(z * -1.4426950408889634)
+    if kept is not None:
+        scores = tl.where(kept, scores, float("inf"))
+    return scores
 
 
 @triton.jit
 def first_of_least(scores, ids, vocab_size):
     """The lowest id among the tokens with the minimum score."""
-    return tl.min(tl.where(scores == tl.min(scores), ids, vocab_size - 1))
+    return first_where(scores == tl.min(scores), ids, vocab_size)
+
+
+@triton.jit
+def first_where(is_found, ids, vocab_size):
+    """The lowest id where is_found; the last one if it is nowhere."""
+    return tl.min(tl.where(is_found, ids, vocab_size - 1))
 
 
 @triton.jit
