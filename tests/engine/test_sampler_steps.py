@@ -11,8 +11,10 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.step_inputs import new_request
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.sample.draws import draws_of
 from slipstream.worker.sample.logit_bias import BANNED, LogitsProcessors
 from slipstream.worker.sample.sampler import Sampled, Sampler
+from slipstream_kernels import ops
 
 
 class _Counted(tuple):
@@ -97,8 +99,10 @@ def _first_sample(requests: list[RequestState], logits: torch.Tensor, positions:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_step_samples_as_if_it_were_the_first(seed: int) -> None:
-    """Requests of all kinds join, leave and change places; now and then all are greedy, or the same as before."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_samples_as_if_it_were_the_first(seed: int, dtype: torch.dtype) -> None:
+    """Requests of all kinds join, leave and change places; now and then all are greedy, or the same as before, or a
+    graph has drawn for those that nobody edits."""
     dice, vocab, noise, chosen = random.Random(seed), 12, torch.Generator().manual_seed(seed), []
     kept = Sampler(vocab, len(KINDS), 64, torch.device("cpu"))
     pool = [_state(index, kind, dice.getrandbits(64)) for index, kind in enumerate(KINDS)]
@@ -109,9 +113,10 @@ def test_a_step_samples_as_if_it_were_the_first(seed: int) -> None:
         for one in chosen:
             if one.params.min_tokens:
                 one.num_drawn_tokens = 1 + step % 9
-        logits = torch.randn(len(chosen), vocab, generator=noise)
+        logits = torch.randn(len(chosen), vocab, generator=noise).to(dtype)
         positions = torch.full((len(chosen),), 3 + step)
-        found = kept.sample(chosen, logits.clone(), positions).result()
+        drawn = ops.sample(logits, *draws_of(chosen, torch.device("cpu")), positions) if dice.random() < 0.5 else None
+        found = kept.sample(chosen, logits.clone(), positions, drawn=drawn).result()
         assert found == _first_sample(chosen, logits, positions)
         alone = [_first_sample([one], logits[row : row + 1], positions[:1]) for row, one in enumerate(chosen)]
         assert found.token_ids == [token_id for one in alone for token_id in one.token_ids], "of a request by itself"

@@ -25,7 +25,7 @@ from slipstream.worker.cuda_graphs import StepTimes
 from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.hardware import Hardware
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.sampler import Draws
+from slipstream.worker.sample.draws import Draws
 from slipstream.worker.spec_decode.speculator import measured_costs
 from slipstream.worker.spec_decode.verification import DraftedRequest, Verification
 from slipstream_kernels import ops

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from struct import Struct
+
+import numpy as np
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.worker.block_tables import values_of
 from slipstream.worker.interface import NewRequest, StepInput, Updates
+
+# By what a row of logits is drawn, as kernels take it, and the same for making one, which NumPy takes 2 us for.
+# seeds: any 64 bits.
+_DRAW_FIELDS = {"seeds": "q", "temperature": "f", "top_k": "i", "top_p": "f", "min_p": "f"}
+DRAW_ROW = np.dtype([(name, f"<{kind}") for name, kind in _DRAW_FIELDS.items()])
+_DRAW = Struct(f"<{''.join(_DRAW_FIELDS.values())}")
 
 
 class RequestState:
@@ -15,8 +24,8 @@ class RequestState:
     counts_tokens. block_ids: of the first KV group, which drafters' caches share.
 
     What a batch asks of each of its requests whenever one joins or leaves is found out once, here.
-    counts_tokens: whether a draw depends on the number of tokens drawn before. is_plain: whether the next token is the
-    argmax of the unchanged logits. draw: temperature, top_k, top_p, min_p and seed, as kernels take them.
+    counts_tokens: whether a draw depends on the number of tokens drawn before. is_edited: whether logits change before
+    it. is_plain: whether the next token is the argmax of the unchanged logits. draw: the bytes of a DRAW_ROW.
     """
 
     def __init__(self, new: NewRequest, num_full_groups: int = 1) -> None:
@@ -39,9 +48,11 @@ class RequestState:
         self.is_greedy = params.is_greedy
         self.has_edits = has_edits(params)
         self.counts_tokens = self.has_edits or params.has_penalties
-        self.draws_by_itself = draws_by_itself(params, new.has_grammar)
+        self.is_edited = is_edited(params, new.has_grammar)
+        self.draws_by_itself = not self.is_edited and params.logprobs is None
         self.is_plain = self.is_greedy and self.draws_by_itself
-        self.draw = params.temperature, max(0, params.top_k), params.top_p, params.min_p, _signed(new.seed)
+        filters = max(0, params.top_k), params.top_p, params.min_p
+        self.draw = _DRAW.pack(_signed(new.seed), params.temperature, *filters)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,8 +75,12 @@ def has_edits(params: SamplingParams) -> bool:
 
 def draws_by_itself(params: SamplingParams, has_grammar: bool) -> bool:
     """Whether tokens depend only on logits, parameters and positions, and no log-probabilities are wanted."""
-    is_edited = params.has_penalties or has_edits(params) or params.logits_processors
-    return not (is_edited or params.logprobs is not None or has_grammar)
+    return params.logprobs is None and not is_edited(params, has_grammar)
+
+
+def is_edited(params: SamplingParams, has_grammar: bool) -> bool:
+    """Whether anything changes a request's logits before a token is drawn."""
+    return bool(params.has_penalties or has_edits(params) or params.logits_processors or has_grammar)
 
 
 def _signed(seed: int) -> int:

@@ -8,20 +8,19 @@ costs only the rows that use it. Only `PendingTokens.result` waits for the devic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.nn.parallel import SINGLE, Parallel
-from slipstream.worker.host_copy import HostCopy, pack, to_device
+from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.interface import ProcessorReport
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.sample.draws import Draws, draws_or_greedy
 from slipstream.worker.sample.logit_bias import LogitsProcessors
 from slipstream.worker.sample.logprobs import logprob_columns, read_columns, warm_up_logprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, NamedProcessors
@@ -39,7 +38,7 @@ class Sampled:
 
 class PendingTokens:
     """Tokens drawn on the device, being copied to the host. token_ids: [number of rows] int64, on the device, valid
-    until the next forward pass: those of plain requests may be in memory of a graph."""
+    until the next forward pass: those of requests that nobody edits may be in memory of a graph."""
 
     def __init__(
         self,
@@ -78,40 +77,57 @@ class PendingTokens:
         return Sampled(token_ids, logprobs)
 
 
-class Draws(NamedTuple):
-    """Arguments of ops.sample.  seeds: [num_rows] int64."""
-
-    metadata: ops.SamplingMetadata
-    seeds: torch.Tensor
-
-
-_is_plain, _is_greedy = attrgetter("is_plain"), attrgetter("is_greedy")
+_is_greedy, _draws_by_itself = attrgetter("is_greedy"), attrgetter("draws_by_itself")
 
 # edited logits, the rows' parameters, positions, tokens drawn -> tokens
 Judge = Callable[[torch.Tensor, Draws, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
-class _Composition:
-    """Everything that stays the same while the same requests sample in the same order."""
+class _EditedRows:
+    """The rows of a step whose logits are edited before they are drawn. Other numbers of rows count among these.
 
+    rows: in the step. are_all: these are all rows of the step. draws: None if all are greedy.
+    """
+
+    rows: list[int]
+    are_all: bool
     requests: list[RequestState]
-    is_greedy: bool
-    is_edited: bool
+    row_of: torch.Tensor
+    draws: Draws | None
+    is_biased: bool
     is_processed: bool
     penalised: list[int]
     penalised_rows: torch.Tensor
     prompt_lens: torch.Tensor  # of the penalised rows
     penalties: ops.Penalties  # likewise
+
+    def of(self, paths: Paths | None) -> Paths | None:
+        return paths and [paths[row] for row in self.rows]
+
+
+@dataclass(slots=True)
+class _Composition:
+    """Everything that stays the same while the same requests sample in the same order. is_judged: all rows are edited,
+    for somebody to look at their logits. draws: None if all are greedy, or if all rows are edited."""
+
+    requests: list[RequestState]
+    is_judged: bool
+    are_agreed: bool  # ranks may draw differently
+    edited: _EditedRows | None
+    draws: Draws | None
     with_logprobs: list[RequestState]
     logprob_rows: torch.Tensor
     logits_rows: torch.Tensor | None  # which of these rows are wanted whole
     asked_token_ids: torch.Tensor | None  # logprob_token_ids of these rows, padded with 0
-    draws: Draws
 
 
 class Sampler:
-    """One per runner; vocab_size is the width of the logits. Several ranks have the same logits, and draw the same."""
+    """One per runner; vocab_size is the width of the logits. Several ranks have the same logits, and draw the same.
+
+    Logits are drawn in the model's dtype: kernels compute in fp32 anyway. Only rows that are edited, judged, or asked
+    for their log-probabilities are copied to fp32.
+    """
 
     def __init__(
         self,
@@ -125,11 +141,12 @@ class Sampler:
         self._device = device
         self._parallel = parallel
         self._history = TokenHistory(max_num_seqs, max_model_len, device)
-        self._edits = LogitsProcessors(vocab_size, device)
+        self._biases = LogitsProcessors(vocab_size, device)
         self._processors = NamedProcessors(processors or {}, device)
         self._masks = MaskApplier(vocab_size, device)
         self._composition: _Composition | None = None
-        self._seen: tuple[list[RequestState], bool] = ([], True)  # the last requests, and whether they are plain
+        # the last requests, whether they are plain, and whether they draw by themselves
+        self._seen: tuple[list[RequestState], bool, bool] = [], True, True
 
     def sample(
         self,
@@ -140,27 +157,33 @@ class Sampler:
         paths: Paths | None = None,
         judge: Judge | None = None,
         masks: GrammarMasks | None = None,
+        drawn: torch.Tensor | None = None,
     ) -> PendingTokens:
         """Draw one token per row. logits: [len(requests), vocab] in the model's dtype; may be changed in place.
 
         requests: per row; a request with drafts has consecutive rows, one for its last token and one per draft.
         positions: [len(requests)] int64, of each row's own token. Log-probabilities are those of the unchanged logits.
-        previous: the tokens of the step before, if the host may not know them yet; of a step of plain requests alone a
-        graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it.
-        judge: may replace the drawn tokens. masks: of rows with a grammar.
+        previous: the tokens of the step before, if the host may not know them yet; of a step of requests that nobody
+        edits a graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it.
+        judge: may replace the drawn tokens. masks: of rows with a grammar. drawn: [len(requests)] int64, what a graph
+        has drawn from the unedited logits.
         """
-        if self.are_plain(requests):  # the largest is the largest in any dtype
-            return PendingTokens(ops.greedy(logits))
-        rows = self._compose(requests)
-        logits = logits.float()
-        original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
-        report = self._edit(requests, logits, rows, previous, paths)
-        if masks is not None:
-            self._masks.apply(logits, masks)
-        token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions)
-        if judge is not None:
-            token_ids = judge(logits, rows.draws, positions, token_ids)
-        if not rows.is_greedy or rows.is_processed:
+        rows = self._compose(requests, judge is not None)
+        original = logits[rows.logprob_rows].float() if rows.with_logprobs else None  # a copy, before the edits
+        edited, report = rows.edited, None
+        token_ids = drawn
+        if token_ids is None and (edited is None or not edited.are_all):
+            token_ids = _draw(logits, rows.draws, positions)
+        if edited is not None:
+            scores = (logits if edited.are_all else logits[edited.row_of]).float()
+            report = self._edit(scores, edited, previous, edited.of(paths), masks)
+            own = _draw(scores, edited.draws, positions if edited.are_all else positions[edited.row_of])
+            if judge is not None:
+                assert edited.draws is not None, "greedy rows are not judged"
+                own = judge(scores, edited.draws, positions, own)
+            token_ids = own if edited.are_all or token_ids is None else token_ids.index_copy(0, edited.row_of, own)
+        assert token_ids is not None
+        if rows.are_agreed:
             token_ids = self._parallel.agree(token_ids)
         if original is None:
             return PendingTokens(token_ids, processors=report)
@@ -172,11 +195,11 @@ class Sampler:
     def warm_up(self, logits: torch.Tensor, max_logprobs: int) -> None:
         """Compile the kernels of whatever requests may ask for: else all would wait for the first one's. logits: [1,
         vocab] in the model's dtype. max_logprobs: of a request; -1: the vocabulary."""
-        ops.greedy(logits)
         scores, one = logits.float(), torch.ones(1, device=self._device)
-        ops.greedy(scores)
-        metadata = ops.SamplingMetadata(one, one.int(), 0.5 * one, 0.5 * one)
-        ops.sample(scores, metadata, one.long(), one.long())
+        for rows in (logits, scores):
+            ops.greedy(rows)
+            for filters in ((), (one.int(), 0.5 * one, 0.5 * one)):
+                ops.sample(rows, ops.SamplingMetadata(one, *filters), one.long(), one.long())
         history, count = one.int()[None], one.int()
         ops.apply_penalties(scores, history, count, count, ops.Penalties(one, one, one))
         ops.apply_bias(scores, 0 * one.long(), one.long(), one)
@@ -185,34 +208,64 @@ class Sampler:
 
     def are_plain(self, requests: list[RequestState]) -> bool:
         """Whether all tokens are the argmax of unchanged logits. The same list has the same requests."""
-        if self._seen[0] is not requests:
-            self._seen = requests, all(map(_is_plain, requests))
-        return self._seen[1]
+        return self._see(requests)[1]
 
-    def _compose(self, requests: list[RequestState]) -> _Composition:
-        if self._composition is None or self._composition.requests != requests:  # by identity
-            special = [row for row, request in enumerate(requests) if not request.draws_by_itself]
-            penalised = [row for row in special if requests[row].params.has_penalties]
-            with_logprobs = [row for row in special if requests[row].params.logprobs is not None]
-            is_edited = self._edits.compose(requests)
-            self._processors.compose(requests)
-            is_greedy = all(map(_is_greedy, requests))
-            self._composition = _Composition(
-                requests=requests,
-                is_greedy=is_greedy,
-                is_edited=is_edited,
-                is_processed=any(requests[row].params.logits_processors for row in special),
-                penalised=penalised,
-                penalised_rows=self._ints(penalised, torch.int64),
-                prompt_lens=self._ints([requests[row].num_prompt_tokens for row in penalised], torch.int32),
-                penalties=self._penalties([requests[row] for row in penalised]),
-                with_logprobs=[requests[row] for row in with_logprobs],
-                logprob_rows=self._ints(with_logprobs, torch.int64),
-                logits_rows=self._logits_rows([requests[row] for row in with_logprobs]),
-                asked_token_ids=self._asked_token_ids([requests[row] for row in with_logprobs]),
-                draws=draws_of(requests, self._device),
-            )
+    def draw_by_themselves(self, requests: list[RequestState]) -> bool:
+        """Whether all tokens depend on the unchanged logits alone, of which nothing else is wanted. Likewise."""
+        return self._see(requests)[2]
+
+    def _see(self, requests: list[RequestState]) -> tuple[list[RequestState], bool, bool]:
+        if self._seen[0] is not requests:
+            by_themselves = all(map(_draws_by_itself, requests))
+            self._seen = requests, by_themselves and all(map(_is_greedy, requests)), by_themselves
+        return self._seen
+
+    def _compose(self, requests: list[RequestState], is_judged: bool) -> _Composition:
+        kept = self._composition
+        if kept is not None and kept.requests == requests and kept.is_judged == is_judged:  # by identity
+            return kept
+        edited = self._compose_edited(requests, is_judged)
+        are_all = edited is not None and edited.are_all
+        draws = None if are_all else draws_or_greedy(requests, self._device)
+        special = () if self.draw_by_themselves(requests) else enumerate(requests)
+        with_logprobs = [row for row, request in special if request.params.logprobs is not None]
+        asking = [requests[row] for row in with_logprobs]
+        self._composition = _Composition(
+            requests=requests,
+            is_judged=is_judged,
+            are_agreed=draws is not None or (edited is not None and (edited.draws is not None or edited.is_processed)),
+            edited=edited,
+            draws=draws,
+            with_logprobs=asking,
+            logprob_rows=self._ints(with_logprobs, torch.int64),
+            logits_rows=self._logits_rows(asking),
+            asked_token_ids=self._asked_token_ids(asking),
+        )
         return self._composition
+
+    def _compose_edited(self, all_requests: list[RequestState], is_judged: bool) -> _EditedRows | None:
+        if self.draw_by_themselves(all_requests) and not is_judged:
+            return None
+        rows = [row for row, request in enumerate(all_requests) if is_judged or request.is_edited]
+        if not rows:
+            return None
+        are_all = len(rows) == len(all_requests)
+        requests = all_requests if are_all else [all_requests[row] for row in rows]
+        penalised = [row for row, request in enumerate(requests) if request.params.has_penalties]
+        self._processors.compose(requests)
+        return _EditedRows(
+            rows=rows,
+            are_all=are_all,
+            requests=requests,
+            row_of=self._ints(rows, torch.int64),
+            draws=draws_or_greedy(requests, self._device),
+            is_biased=self._biases.compose(requests),
+            is_processed=any(request.params.logits_processors for request in requests),
+            penalised=penalised,
+            penalised_rows=self._ints(penalised, torch.int64),
+            prompt_lens=self._ints([requests[row].num_prompt_tokens for row in penalised], torch.int32),
+            penalties=self._penalties([requests[row] for row in penalised]),
+        )
 
     def _asked_token_ids(self, requests: list[RequestState]) -> torch.Tensor | None:
         asked = [request.params.logprob_token_ids for request in requests]
@@ -235,25 +288,30 @@ class Sampler:
 
     def _edit(
         self,
-        requests: list[RequestState],
         logits: torch.Tensor,
-        rows: _Composition,
+        edited: _EditedRows,
         previous: SampledTokens | None,
         paths: Paths | None,
+        masks: GrammarMasks | None,
     ) -> ProcessorReport | None:
-        """Apply penalties, then the operator's processors, then biases and bans, each to its rows only, in place.
-        Grammar masks come last."""
-        if rows.penalised:
-            penalised = [requests[row] for row in rows.penalised]
-            penalised_paths = [paths[row] for row in rows.penalised] if paths else None
+        """Apply penalties, then the operator's processors, then biases and bans, then grammar masks, each to its rows
+        only, in place. logits, paths: of the edited rows; masks: by rows of the step, as the report is."""
+        requests = edited.requests
+        if edited.penalised:
+            penalised = [requests[row] for row in edited.penalised]
+            penalised_paths = [paths[row] for row in edited.penalised] if paths else None
             for piece, history, num_tokens in self._history.read(penalised, previous, penalised_paths):
-                part = logits[rows.penalised_rows[piece]]  # a copy
-                lengths = rows.prompt_lens[piece], self._ints(num_tokens, torch.int32)
-                ops.apply_penalties(part, history, *lengths, rows.penalties.of(piece))
-                logits[rows.penalised_rows[piece]] = part
-        report = self._processors.apply(logits, requests, paths) if rows.is_processed else None
-        if rows.is_edited:
-            self._edits.apply(logits, requests, paths)
+                part = logits[edited.penalised_rows[piece]]  # a copy
+                lengths = edited.prompt_lens[piece], self._ints(num_tokens, torch.int32)
+                ops.apply_penalties(part, history, *lengths, edited.penalties.of(piece))
+                logits[edited.penalised_rows[piece]] = part
+        report = self._processors.apply(logits, requests, paths) if edited.is_processed else None
+        if edited.is_biased:
+            self._biases.apply(logits, requests, paths)
+        if masks is not None:
+            self._masks.apply(logits, masks if edited.are_all else masks.among(edited.rows))
+        if report is not None and report.dead_rows:
+            report = replace(report, dead_rows=[edited.rows[row] for row in report.dead_rows])
         return report
 
     def _floats(self, values: list[float]) -> torch.Tensor:
@@ -263,19 +321,5 @@ class Sampler:
         return to_device(values, dtype, self._device)
 
 
-def draws_of(requests: Sequence[RequestState], device: torch.device) -> Draws:
-    """Of a row of each request. A filter that no request uses is None, so that the kernel skips it. One copy."""
-    temperature, top_k, top_p, min_p, seeds = zip(*[request.draw for request in requests])
-    columns: dict[str, np.ndarray] = {
-        "temperature": np.array(temperature, np.float32),
-        "seeds": np.array(seeds, np.int64),
-    }
-    if any(top_k):
-        columns["top_k"] = np.array(top_k, np.int32)
-    if min(top_p) < 1.0:
-        columns["top_p"] = np.array(top_p, np.float32)
-    if any(min_p):
-        columns["min_p"] = np.array(min_p, np.float32)
-    packed = dict(zip(columns, pack(list(columns.values()), device)))
-    filters = packed.get("top_k"), packed.get("top_p"), packed.get("min_p")
-    return Draws(ops.SamplingMetadata(packed["temperature"], *filters), packed["seeds"])
+def _draw(logits: torch.Tensor, draws: Draws | None, positions: torch.Tensor) -> torch.Tensor:
+    return ops.greedy(logits) if draws is None else ops.sample(logits, *draws, positions)

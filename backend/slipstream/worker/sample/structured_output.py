@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,11 @@ class GrammarMasks:
     rows: list[int] = field(default_factory=list)
     bits: np.ndarray = field(default_factory=lambda: np.empty((0, 0), dtype=np.int32))
     dead_rows: list[int] = field(default_factory=list)
+
+    def among(self, rows: Sequence[int]) -> GrammarMasks:
+        """The masks by index in `rows`, among which are all that have one."""
+        index_of = {row: index for index, row in enumerate(rows)}
+        return GrammarMasks([index_of[row] for row in self.rows], self.bits)
 
 
 class MaskApplier:

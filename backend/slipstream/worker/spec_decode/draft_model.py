@@ -28,7 +28,7 @@ from slipstream.worker.input_batch import StepArrays, padding_batch
 from slipstream.worker.kv_cache import allocate_pool
 from slipstream.worker.load_target import in_inference_mode
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.sampler import draws_of
+from slipstream.worker.sample.draws import draws_of
 from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_rows
 from slipstream.worker.spec_decode.draft_graphs import DraftGraphs
 from slipstream.worker.spec_decode.draft_kv_state import DraftKVState

@@ -23,8 +23,8 @@ from slipstream.nn.parallel import Parallel
 from slipstream.worker.host_copy import to_device
 from slipstream.worker.launched_step import RunningStep
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.sample.draws import Draws
 from slipstream.worker.sample.penalties import Paths
-from slipstream.worker.sample.sampler import Draws
 
 _ACCEPT_SALT = 0x5851F42D4C957F2D  # noise of its own, apart from that of drafting and of plain draws
 _RECOVER_SALT = 0x14057B7EF767814F
