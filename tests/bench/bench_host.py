@@ -15,7 +15,8 @@ launched before the step is read.
 The real scheduler, worker, batch and sampler run with overlapped scheduling, as on a GPU, and a step's arrays are
 written as a CUDA graph's inputs are; the model itself returns constants. Not in it: launches of kernels, copies to and
 from the device, the output thread. Greedy requests of 1,000 tokens of prompt; their logits are a few columns wide,
-because a draw, which a CPU would do on this thread, is the device's work. Greedy decodes take what their graph drew.
+because a draw, which a CPU would do on this thread, is the device's work. Decodes take what their graph drew; sampled
+requests in a step with prompts are drawn on this thread, 150 us or more.
 """
 
 from __future__ import annotations

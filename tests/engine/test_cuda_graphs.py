@@ -241,13 +241,14 @@ def test_draws_of_graphs_are_those_of_eager_steps(
 
 
 def _joining_and_leaving(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy requests that end one by one; later one whose prompt decode graphs do not take, and a sampled one."""
+    """Greedy requests that end one by one; later one whose prompt decode graphs do not take, and a penalised one."""
     told: dict[Request, Told] = {}
     lengths = 9, 40, 17, 33, 25
     requests = [Request(list(prompts[i]), replace(GREEDY, max_tokens=n), handle=i) for i, n in enumerate(lengths)]
     later = replace(GREEDY, max_tokens=8)
     requests.append(Request([7 + place % 50 for place in range(90)], later, handle=5))
-    requests.append(Request(list(prompts[0]), replace(later, temperature=0.9, seed=4), handle=6))
+    penalised = replace(later, temperature=0.9, seed=4, repetition_penalty=1.2)
+    requests.append(Request(list(prompts[0]), penalised, handle=6))
     for request in requests[:5]:
         engine.submit(request)
     run_steps(engine, told, 14)

@@ -66,7 +66,7 @@ def test_the_plan_counts_what_the_graphs_of_one_process_keep(
     assert len(layers.shapes) == (engine.spec.num_layers if groups.num_groups == 1 else 0)  # its contexts are too short
     planned = graph_memory(engine.spec, captured_as(engine.config), GPU, groups.num_groups)
     sets: list[StepGraphs[Any]] = [runner._graphs, runner._prompt_graphs, *([layers] if layers.shapes else [])]
-    held = held_bytes(sets) + layers._rows.nbytes + runner._drawn.token_ids.nbytes
+    held = held_bytes(sets) + layers._rows.nbytes + runner._drawn.token_ids.nbytes + runner._drawn.draws.num_bytes
     if engine.spec.logit_soft_cap is not None:
         held += max(SIZES) * engine.spec.vocab_size * GPU.dtype.itemsize
     assert planned == GraphMemory(256, held)
@@ -78,7 +78,7 @@ def test_the_plan_counts_the_sets_of_graphs_of_stages(llama: Path, monkeypatch: 
     engine = make_engine(llama, scheduler={"max_num_batched_tokens": 40}, parallel=ParallelConfig(1, 3))
     try:
         runner = model_worker(engine).runner
-        stage, drawn = runner._stage, runner._drawn.token_ids.nbytes
+        stage, drawn = runner._stage, runner._drawn.token_ids.nbytes + runner._drawn.draws.num_bytes
         assert stage is not None and len(stage.graphs._sets) == 3
         first, *others = (
             graph_memory(engine.spec, captured_as(engine.config), replace(GPU, parallel=one))

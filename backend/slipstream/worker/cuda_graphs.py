@@ -47,15 +47,15 @@ class StepGraphs(Generic[Shape]):
     """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only, and the first one
     must not start early (slipstream_kernels/dependent_launch.py).
 
-    draw: hidden states of decodes -> logits [num_tokens, vocab], which may be changed; captured behind them. It draws
-    the highest, too."""
+    draw: hidden states and batch of decodes -> logits [num_tokens, vocab], which may be changed; captured behind them.
+    It draws tokens, too."""
 
     def __init__(
         self,
         shapes: Sequence[Shape],
         inputs: GraphInputs,
         forward: Callable[[ForwardBatch], torch.Tensor],
-        draw: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        draw: Callable[[torch.Tensor, ForwardBatch], torch.Tensor] | None = None,
     ) -> None:
         """shapes: ascending by tokens."""
         self._shapes = list(shapes)
@@ -101,8 +101,9 @@ class StepGraphs(Generic[Shape]):
         return self._compute(shape)
 
     def _compute(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden = self._forward(self._batch(shape, shape.num_logits))
-        return hidden, self._draw(hidden) if self._draw is not None and shape.max_query_len == 1 else None
+        batch = self._batch(shape, shape.num_logits)
+        hidden = self._forward(batch)
+        return hidden, self._draw(hidden, batch) if self._draw is not None and shape.max_query_len == 1 else None
 
     def keep_launch_bound(
         self, any_of: AnyOf, warming: Callable[[], AbstractContextManager[None]] = nullcontext

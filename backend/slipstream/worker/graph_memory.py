@@ -15,6 +15,7 @@ from slipstream.nn.parallel import Parallel
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.block_tables import table_width
 from slipstream.worker.graph_shapes import StepShape, graph_shapes, graph_sizes, layer_shapes, prompt_shapes
+from slipstream.worker.request_state import DRAW_ROW
 
 if TYPE_CHECKING:
     from slipstream.worker.hardware import Hardware
@@ -93,7 +94,7 @@ def graph_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, nu
     decodes, num_sets = graph_shapes(sizes), num_graph_sets(parallel)
     largest = max(shape.num_tokens for shape in decodes)
     inputs = num_sets * InputSizes.of(decodes, max_blocks, num_groups).total_bytes
-    inputs += 8 * max(largest, most)  # drawn tokens
+    inputs += 8 * max(largest, most) + DRAW_ROW.itemsize * max(*sizes, most)  # drawn tokens, and by what they are drawn
     num_rows = num_sets * sum(shape.num_tokens for shape in decodes)
     if parallel.stage:
         num_rows += largest  # what has arrived from the stage before

@@ -27,6 +27,7 @@ class StepTensors:
     are the graph's; else it computes all rows, of which num_decodes lie before the prompts, and the tensors are the
     step's own.
     has_adapters: some rows have one, perhaps in the graph adapter_graph.
+    is_drawn: the graph draws a token of each request, as if nothing edited its logits.
     """
 
     batch: ForwardBatch
@@ -36,6 +37,7 @@ class StepTensors:
     num_decodes: int = 0
     has_adapters: bool = False
     adapter_graph: GraphShape | None = None
+    is_drawn: bool = False
 
     @property
     def has_graph(self) -> bool:

@@ -22,7 +22,6 @@ from slipstream.core.start_up import StartUp
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import refuse_without_numbers
-from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.block_tables import BlockTables
 from slipstream.worker.branch_moves import BranchMoves
@@ -52,7 +51,7 @@ from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
-from slipstream.worker.sample.named_processors import LogitsProcessor, ProcessorContext, make_processors
+from slipstream.worker.sample.named_processors import processors_of
 from slipstream.worker.sample.sampler import PendingTokens, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verification import DraftedRequest, drafted_requests
@@ -91,7 +90,7 @@ class ModelRunner:
             self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device, drafts.num_scratch_slots)
-        processors, max_num_seqs = _processors(config, spec, hardware), config.scheduler.max_num_seqs
+        processors, max_num_seqs = processors_of(config, spec, hardware), config.scheduler.max_num_seqs
         self._sampler = Sampler(spec.vocab_size, max_num_seqs, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_rows: torch.Tensor | None = None  # of prompt graphs that compute all rows
@@ -104,7 +103,7 @@ class ModelRunner:
         sizes = graph_sizes(config.model.cuda_graphs, max_num_seqs, device, refusal, spec.has_experts)
         shapes = graph_shapes(sizes, drafts)
         most = max((shape.num_tokens for shape in shapes), default=0)
-        self._drawn = drawn = DrawnTokens(max(most, max_num_seqs), device)
+        self._drawn = drawn = DrawnTokens(max(most, max_num_seqs), device, max(max_num_seqs, *sizes, 1))
         inputs = GraphInputs(tables.max_blocks, plan.max_model_len, device, plan.groups.num_groups, drawn.token_ids)
         self._stage: PipelineStage | None = None
         if parallel.num_stages > 1:
@@ -150,7 +149,9 @@ class ModelRunner:
         faster are dropped."""
         if self._stage is not None:
             return NO_TIMES
-        times = self._parallel.decide(time_decodes(self._graphs, plan, self._draw))
+        times = self._parallel.decide(
+            time_decodes(self._graphs, plan, lambda rows: self._drawn.draw(self._model.raw_logits(rows)))
+        )
         self._graphs.drop(slower := slower_than_larger(times.seconds))
         return times.without(slower)
 
@@ -199,7 +200,10 @@ class ModelRunner:
         graphs = self._graphs if self._stage is None else self._stage.graphs
         shape = graphs.captured_for(arrays)
         if shape is not None:
-            return StepTensors(graphs.load(shape, arrays), shape)
+            is_drawn = graphs is self._graphs and arrays.is_decode and graphs.logits(shape) is not None
+            if is_drawn:
+                self._drawn.draws.load(states)
+            return StepTensors(graphs.load(shape, arrays), shape, is_drawn=is_drawn)
         is_last_only = self._samples_last_only(step, states, arrays)
         may_have_graph = is_last_only or (self._reads_all_rows and not step.total_num_drafts)
         prompt_shape = self._prompt_graphs.captured_for(arrays) if may_have_graph else None
@@ -262,19 +266,24 @@ class ModelRunner:
     def _draw_tokens(
         self, running: RunningStep, sampling: list[RequestState], masks: GrammarMasks | None
     ) -> PendingTokens:
-        """Of a step without drafts. Plain requests need neither positions nor, where their graph has drawn, logits."""
+        """Of a step without drafts. Requests that draw by themselves need nothing behind a graph that has drawn, and
+        plain ones nothing but logits behind others."""
         tensors, count = running.tensors, len(sampling)
-        is_plain = running.all_plain or self._sampler.are_plain(sampling)
+        by_themselves = running.all_plain or self._sampler.draw_by_themselves(sampling)
+        drawn = self._drawn.first(count) if tensors.is_drawn else None
+        if drawn is not None and by_themselves:
+            return PendingTokens(drawn)
         is_whole = count == len(running.step.token_ids)
-        drawn = self._graphs.logits(tensors.graph) if is_whole and tensors.graph is not None else None
-        if drawn is not None and is_plain:
-            return PendingTokens(self._drawn.first(count))
-        logits = self._logits(running, is_whole, count) if drawn is None else drawn[:count]
-        if is_plain:
+        of_graph = self._graphs.logits(tensors.graph) if is_whole and tensors.graph is not None else None
+        logits = self._logits(running, is_whole, count) if of_graph is None else of_graph[:count]
+        if running.all_plain or self._sampler.are_plain(sampling):
             return PendingTokens(self._drawn.draw(logits))
         positions = tensors.batch.positions
         positions = positions[:count] if is_whole else positions.index_select(0, tensors.batch.logits_indices)
-        return self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
+        if by_themselves:
+            self._drawn.draws.load(sampling)
+            return PendingTokens(self._parallel.agree(self._drawn.sample(logits, positions)))
+        return self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, drawn=drawn)
 
     def _logits(self, running: RunningStep, is_whole: bool, count: int) -> torch.Tensor:
         """Of the `count` rows that sample. is_whole: these are all rows of the step."""
@@ -343,10 +352,10 @@ class ModelRunner:
     def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward_last(batch, self._kv_caches)
 
-    def _draw(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _draw(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The logits of decodes, whose tokens lie where the next graph takes them."""
         logits = self._model.raw_logits(hidden)
-        self._drawn.draw(logits)
+        self._drawn.sample(logits, batch.positions)
         return logits
 
     def _warm_up(self, config: EngineConfig) -> None:
@@ -389,11 +398,3 @@ class ModelRunner:
             if hidden is not None:
                 found.append(self._verifier.warm_up(batch, hidden))
         return found
-
-
-def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:
-    """Those of the first rank, whose tokens all ranks have."""
-    if hardware.parallel.number:
-        return {}
-    tokenizer = config.model.tokenizer or config.model.model
-    return make_processors(config.model, ProcessorContext(spec.vocab_size, hardware.device, tokenizer))

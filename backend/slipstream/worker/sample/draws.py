@@ -1,4 +1,8 @@
-"""By what rows of logits are drawn: seed, temperature and filters of each, as ops.sample takes them. Engine thread."""
+"""By what rows of logits are drawn: seed, temperature and filters of each, as ops.sample takes them. Engine thread.
+
+Steps of requests whose logits nobody edits, which CUDA graphs draw for, too, draw by tensors that stay where they are.
+A step of the same requests as the one before finds there what it needs, and copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import numpy as np
 import torch
 from slipstream_kernels import ops
 
-from slipstream.worker.host_copy import pack
+from slipstream.worker.host_copy import Staging, pack
 from slipstream.worker.request_state import DRAW_ROW, RequestState
 
 _is_greedy = attrgetter("is_greedy")
@@ -33,6 +37,52 @@ def draws_of(requests: Sequence[RequestState], device: torch.device) -> Draws:
 def draws_or_greedy(requests: Sequence[RequestState], device: torch.device) -> Draws | None:
     """The same, or None if the highest logit is drawn in every row."""
     return None if all(map(_is_greedy, requests)) else draws_of(requests, device)
+
+
+class StaticDraws:
+    """capacity: rows of the largest step that draws by them. Rows behind a step's requests are greedy, as all are at
+    first."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        target = torch.zeros(capacity * DRAW_ROW.itemsize, dtype=torch.uint8, device=device)
+        self._staging = Staging(target)
+        self._host = np.zeros(len(target), dtype=np.uint8)
+        self._columns: dict[str, np.ndarray] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        start = 0
+        for name in _fields():
+            dtype = DRAW_ROW[name]
+            end = start + capacity * dtype.itemsize
+            self._columns[name] = self._host[start:end].view(dtype)
+            self._tensors[name] = target[start:end].view(getattr(torch, dtype.name))
+            start = end
+        self._loaded: Sequence[RequestState] = ()
+        self._are_greedy = True
+        self._views: dict[int, Draws] = {}  # by number of rows
+        self.num_bytes = len(target)
+
+    def first(self, count: int) -> Draws:
+        """Of the first `count` rows."""
+        draws = self._views.get(count)
+        if draws is None:
+            seeds, *others = (self._tensors[name][:count] for name in _fields())
+            draws = self._views[count] = Draws(ops.SamplingMetadata(*others), seeds)
+        return draws
+
+    def load(self, requests: Sequence[RequestState]) -> None:
+        """Bring those of a step's requests, before it draws. The same list has the same requests."""
+        if requests is self._loaded:
+            return
+        self._loaded = requests
+        are_greedy = all(map(_is_greedy, requests))
+        if are_greedy and self._are_greedy:
+            return
+        self._are_greedy = are_greedy
+        rows = _rows_of(requests)
+        for name, column in self._columns.items():
+            column[: len(rows)] = rows[name]
+        self._columns["temperature"][len(rows) :] = 0.0
+        self._staging.send(self._host)
 
 
 def _rows_of(requests: Iterable[RequestState]) -> np.ndarray:

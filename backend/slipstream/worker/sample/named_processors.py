@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from slipstream.core.config import ModelConfig
+from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.logits_processors import PARAMETER, load_classes
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.hardware import Hardware
 from slipstream.worker.host_copy import to_device
 from slipstream.worker.interface import ProcessorReport
 from slipstream.worker.request_state import RequestState
@@ -90,6 +92,14 @@ def make_processors(config: ModelConfig, context: ProcessorContext) -> dict[str,
             reason = f"cannot be made: {type(error).__name__}: {error}"
             raise ConfigError(PARAMETER, name, reason) from error
     return made
+
+
+def processors_of(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:
+    """Those of the first rank, whose tokens all ranks have. Raises ConfigError."""
+    if hardware.parallel.number:
+        return {}
+    tokenizer = config.model.tokenizer or config.model.model
+    return make_processors(config.model, ProcessorContext(spec.vocab_size, hardware.device, tokenizer))
 
 
 class NamedProcessors:
