@@ -62,9 +62,9 @@ def graphs_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         make(graphs, *arguments, **options)
         made.add(graphs)
 
-    def collect(num_frozen: int) -> None:
+    def collect() -> None:
         assert made, "graphs were made"
-        collect_all(num_frozen)
+        collect_all()
         found.append(len(made))
 
     monkeypatch.setattr(StepGraphs, "__init__", noted)

@@ -13,7 +13,6 @@ from llm_client import grpc_infer, grpc_stream, http_generate
 from llm_server import LlmServer
 from nodes import Node
 from processes import children_of, is_alive
-from tiny_model import make_tiny_llama
 
 PROMPT = "def add(a, b):\n"
 SHORT = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -82,6 +81,8 @@ def test_a_model_in_stages_loses_one_with_steps_in_both(llm_server: LlmServer) -
 
 def test_a_lost_stage_ends_its_engine_and_the_other_one_serves(llm_server: LlmServer, tmp_path: Path) -> None:
     """Replicas of two stages each: a request of either runs when a stage of one is killed."""
+    from tiny_model import make_tiny_llama  # here: it imports transformers, and every worker collects this file
+
     tiny = make_tiny_llama(tmp_path, max_position_embeddings=4096)
     parameters = {"pipeline_parallel_size": 2, "num_blocks": 1024, "block_size": 8, "max_num_seqs": 4}
     replicas = "instance_group { count: 2 kind: KIND_CPU }\n"

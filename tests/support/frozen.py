@@ -6,14 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from slipstream.worker import residency
+
 
 @contextmanager
 def frozen() -> Iterator[None]:
     """All that there is. Afterwards the session's imports are again (conftest.py), and nothing of the test."""
-    gc.freeze()
+    residency.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
-        gc.collect()
+        residency._collect()
         gc.freeze()

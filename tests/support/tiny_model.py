@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from toy_tokenizers import byte_level
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}"
 
@@ -19,8 +20,6 @@ def make_tiny_llama(
     hidden_size: int = 64,
 ) -> Path:
     """Weights are drawn wide, so that greedy text wanders through the vocabulary instead of repeating one token."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # here, as collecting the tests of servers imports this file
-
     tokenizer = byte_level()
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -43,8 +42,6 @@ def make_tiny_llama(
 
 def make_tiny_windowed(folder: Path, window: int = 24) -> Path:
     """Qwen2 with a full layer and three that see a window: the hybrid KV cache has four groups. Sizes as above."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(5)
     config = Qwen2Config(
         vocab_size=byte_level().get_vocab_size() + 11,
@@ -66,8 +63,6 @@ def make_tiny_windowed(folder: Path, window: int = 24) -> Path:
 
 
 def save_tokenizer(folder: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     fast = PreTrainedTokenizerFast(
         tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
     )

@@ -8,7 +8,6 @@ of every request, so none can go on alone. Engine thread, except where noted.
 
 from __future__ import annotations
 
-import gc
 import logging
 import pickle
 import threading
@@ -92,7 +91,6 @@ class Ranks:
         self._on_loss: Callable[[RankLostError], None] | None = None  # None while the model loads
         self.free_bytes = 0
         self._made: Worker | None = None  # this rank's
-        self._num_frozen = gc.get_freeze_count()
 
     def meet(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
         """Tell the other ranks their parts and connect with them. Raises what makes the load fail."""
@@ -189,7 +187,7 @@ class Ranks:
             rank.hang_up()
         self._processes.close()
         if self._folder is not None:
-            leave(self._hardware.device, self._num_frozen)
+            leave(self._hardware.device)
             self._folder.close()
         self._others, self._folder = [], None
         if self._end_timer is not None:

@@ -212,13 +212,11 @@ def _all_agree(value: bool) -> bool:
     return bool(box)
 
 
-def leave(device: torch.device, num_frozen: int = 0) -> None:
-    """Forget the group, without waiting for the others. NCCL waits until all CUDA graphs that call it are gone.
-
-    num_frozen: objects that were frozen for the garbage collector before the model was loaded."""
+def leave(device: torch.device) -> None:
+    """Forget the group, without waiting for the others. NCCL waits until all CUDA graphs that call it are gone."""
     if not dist.is_initialized():
         return
-    collect_all(num_frozen)
+    collect_all()
     if device.type == "cuda":
         dist.distributed_c10d._abort_process_group()  # destroying NCCL's communicators waits for the other ranks
     else:

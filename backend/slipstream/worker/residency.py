@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which users set PyTorch's allocator
+_is_frozen = False  # by `freeze`: the garbage collector is the process's, and so is this
 
 
 @contextmanager
@@ -72,13 +73,10 @@ class HostWeights:
             raise
 
 
-def give_memory_back(device: torch.device, num_frozen: int) -> bool:
-    """Free what nothing refers to any more, and leave it to others. Returns whether more objects than `num_frozen` had
-    been frozen for the garbage collector, which is undone: a frozen cycle would never be freed.
-
-    num_frozen: before the model was loaded. With no more than these, nothing of the model is among them, and they stay:
-    the modules of a process take half a second to look through."""
-    was_frozen = _collect(num_frozen)
+def give_memory_back(device: torch.device) -> bool:
+    """Free what nothing refers to any more, and leave it to others. Returns whether objects had been frozen for the
+    garbage collector, which is undone: a frozen cycle would never be freed."""
+    was_frozen = _collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -87,11 +85,11 @@ def give_memory_back(device: torch.device, num_frozen: int) -> bool:
     return was_frozen
 
 
-def collect_all(num_frozen: int) -> None:
+def collect_all() -> None:
     """Free what nothing refers to any more but itself, also what was frozen for the garbage collector. Waits for no
-    device. num_frozen: see give_memory_back."""
-    if _collect(num_frozen):
-        gc.freeze()
+    device."""
+    if _collect():
+        _freeze()
 
 
 def drop_locals(failure: BaseException) -> None:
@@ -107,12 +105,20 @@ def drop_locals(failure: BaseException) -> None:
 def freeze() -> None:
     """What there is lives for ever: the garbage collector does not look at it again."""
     gc.collect()
+    _freeze()
+
+
+def _freeze() -> None:
+    global _is_frozen
     gc.freeze()
+    _is_frozen = True
 
 
-def _collect(num_frozen: int) -> bool:
-    """Collect what had been frozen, too, if that was more. Returns whether it was."""
-    was_frozen = gc.get_freeze_count() > num_frozen
+def _collect() -> bool:
+    """Collect what was frozen here, too. Returns whether anything was. What others froze stays so, such as the modules
+    of a process: they take half a second to look through, and nothing of a model is among them."""
+    global _is_frozen
+    was_frozen, _is_frozen = _is_frozen, False
     if was_frozen:
         gc.unfreeze()
     gc.collect()

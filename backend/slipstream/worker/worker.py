@@ -6,7 +6,6 @@ asks for drafts in between. Steps that were launched ahead and never matched are
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +61,7 @@ class ModelWorker:
         self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
     ) -> None:
         self._config, self._spec, self._hardware, self._plan = config, spec, hardware, plan
-        self._own_model, self._num_frozen = config.model.model, gc.get_freeze_count()
+        self._own_model = config.model.model
         self._target: Decoder | None = load_target(config, spec, hardware, phases)  # None: asleep without weights
         self._host_weights: HostWeights | None = None
         self._is_asleep = self._was_frozen = False
@@ -180,7 +179,7 @@ class ModelWorker:
             self._target = self._host_weights = None
         elif self._target is not None and self._host_weights is None and device.type != "cpu":
             self._host_weights = HostWeights(self._target.tensors())
-        self._was_frozen = give_memory_back(device, self._num_frozen) or self._was_frozen
+        self._was_frozen = give_memory_back(device) or self._was_frozen
 
     @torch.inference_mode(False)  # what it makes is as after a start
     def wake(self, model: str | None) -> None:
