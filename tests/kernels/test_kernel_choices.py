@@ -124,32 +124,45 @@ def experts_choice(kind: WeightKind, num_rows: int, dtype: torch.dtype) -> str:
     return moe.choose(product, Gpu(EXPERT_KERNELS, 132)).kernel
 
 
+FORMS = ("form", "stored", "group", "least", "few", "more", "many")
 EXPERTS_IN_4_BITS = [
-    ("grouped_w4a16", torch.int32, 128, 256, "grouped_w4a16_gemm", "dequantise_w4a16_16bit+grouped_mm"),
-    ("int4", torch.uint8, 32, 96, "grouped_int4_mm", "dequantise_int4_16bit+grouped_mm"),
-]
+    (
+        "grouped_w4a16", torch.int32, 128, (12, 640),
+        "grouped_w4a16_gemm", "grouped_w4a16_wide", "dequantise_w4a16_16bit+grouped_mm",
+    ),
+    ("int4", torch.uint8, 32, (2, 96), "grouped_int4_mm", "grouped_int4_mm", "dequantise_int4_16bit+grouped_mm"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("form", "stored", "group", "least", "few", "many"), EXPERTS_IN_4_BITS)
+@pytest.mark.parametrize(FORMS, EXPERTS_IN_4_BITS)
 def test_many_rows_of_4_bit_experts_are_multiplied_by_weights_written_out(
-    form: str, stored: torch.dtype, group: int, least: int, few: str, many: str, dtype: torch.dtype
+    form: str,
+    stored: torch.dtype,
+    group: int,
+    least: tuple[int, int],
+    few: str,
+    more: str,
+    many: str,
+    dtype: torch.dtype,
 ) -> None:
+    """least: rows of an expert from which the second and the third kernel are taken."""
     for num_experts in (8, 61):
         kind = kind_of(form, stored, (2816, 2048, group), num_experts)
-        chosen = [experts_choice(kind, rows, dtype) for rows in (1, 64, least - 1, least, 4096)]
-        assert chosen == [few, few, few, many, many]
+        rows = (1, least[0] - 1, least[0], least[1] - 1, least[1], 4096)
+        chosen = [experts_choice(kind, rows_of_expert, dtype) for rows_of_expert in rows]
+        assert chosen == [few, few, more, more, many, many]
     assert experts_choice(kind._replace(deterministic=True), 4096, dtype) == "invariant_grouped_mm"
     assert experts_choice(kind, 4096, torch.float32) == few
 
 
-@pytest.mark.parametrize(("form", "stored", "group", "least", "few", "many"), EXPERTS_IN_4_BITS)
+@pytest.mark.parametrize(FORMS, EXPERTS_IN_4_BITS)
 def test_experts_of_more_than_4_gib_are_not_written_out(
-    form: str, stored: torch.dtype, group: int, least: int, few: str, many: str
+    form: str, stored: torch.dtype, group: int, least: tuple[int, int], few: str, more: str, many: str
 ) -> None:
     """The memory plan counts what the choice makes."""
     fitting, larger = (kind_of(form, stored, (rows, 2048, group), 256) for rows in (4096, 4128))
-    assert experts_choice(fitting, 4096, BF16) == many and experts_choice(larger, 4096, BF16) == few
+    assert experts_choice(fitting, 4096, BF16) == many and experts_choice(larger, 4096, BF16) == more
     sizes = [256 * rows * 2048 for rows in (4096, 4128)]
     assert [ops.written_out_bytes("int4", PLAIN_ROWS, 256, size, BF16) for size in sizes] == [4 << 30, 0]
     assert ops.written_out_bytes("int4", PLAIN_ROWS, 0, sizes[1], BF16) == 2 * sizes[1], "a dense layer has no limit"

@@ -133,7 +133,7 @@ def test_the_wide_kernel_thread_by_thread(shape, variant) -> None:
     params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, variant.tile_rows, by_token=by_token)
     permuted = grouped_mxfp4_wide.workspace(repacked, params.max_token_tiles * variant.tile_rows).fill_(float("nan"))
     params.permuted_x = permuted.data_ptr()
-    emulation.run("emulate_grouped_mxfp4_wide.cc", grouped_mxfp4_wide.defines(variant), params, seed=sum(shape))
+    emulation.run("emulate_grouped_wide.cc", grouped_mxfp4_wide.defines(variant), params, seed=sum(shape))
     check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
 
 

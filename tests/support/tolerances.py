@@ -38,6 +38,9 @@ INT_MM = {
     ("cuda", torch.bfloat16): (1e-2, 6e-3),
 }
 
+# 4-bit weights that a kernel expands to bf16: scales are rounded first, then weights (2^-9 each).
+EXPANDED_INT4 = (1e-2, 1.2e-2)
+
 # 4-bit weights in a CPU's layout for bf16 rows: group scales, what zero-points add, and sums before the bias are
 # rounded to bf16 (2^-9).
 INT4_PACKED_ON_CPU = (1e-2, 2e-2)

@@ -30,7 +30,13 @@ from slipstream_kernels.gemm.cuda import (
     swap_ab_stream,
     w4a8_gemm,
 )
-from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_mxfp4_wide, grouped_w4a8_gemm, grouped_w4a16_gemm
+from slipstream_kernels.moe.cuda import (
+    grouped_mxfp4_gemm,
+    grouped_mxfp4_wide,
+    grouped_w4a8_gemm,
+    grouped_w4a16_gemm,
+    grouped_w4a16_wide,
+)
 from slipstream_kernels.sample.cuda import sample
 
 Variant = tuple[str, tuple[str, ...]]
@@ -56,6 +62,7 @@ def variants() -> list[Variant]:
         stream_w4a16,
         skinny_gemm_w4a16,
         grouped_w4a16_gemm,
+        grouped_w4a16_wide,
         grouped_w4a8_gemm,
         grouped_mxfp4_gemm,
         grouped_mxfp4_wide,

@@ -34,7 +34,7 @@ def grouped_int4_mm(
     Accuracy: as ops.int4_mm; 4-bit values of a repacked weight are multiplied exactly, zero points and scales are
     applied to the sums of a group in fp32 (MXFP4 times its scale is exact in bf16).  Except: from an average of 128 FP8
     rows an expert on (512 if the weight is repacked for FP8 rows), (q - zero point) * scale is rounded to e4m3; from
-    256 16-bit rows on (96 if the weight is canonical) to their type.
+    12 16-bit rows on (96 if the weight is canonical) to their type.
     backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x

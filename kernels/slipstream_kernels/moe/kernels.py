@@ -75,6 +75,11 @@ def _needs_bf16(product: Product) -> str | None:
     return None if product.dtype == torch.bfloat16 else f"rows are {product.dtype}, not bfloat16"
 
 
+def _needs_16bit(product: Product) -> str | None:
+    is_narrow = product.dtype in (torch.bfloat16, torch.float16)
+    return None if is_narrow else f"rows are {product.dtype}, not bfloat16 or float16"
+
+
 def _needs_bf16_on_gpu(product: Product) -> str | None:
     return _needs_gpu(product) or _needs_bf16(product)
 
@@ -82,8 +87,8 @@ def _needs_bf16_on_gpu(product: Product) -> str | None:
 def _experts_write_out_refusal(product: Product) -> str | None:
     """Why weights are not written out in 16 bits, the type of the rows; None if they are."""
     weight = product.weight
-    if product.dtype not in (torch.bfloat16, torch.float16):
-        return f"rows are {product.dtype}, not bfloat16 or float16"
+    if (reason := _needs_16bit(product)) is not None:
+        return reason
     num_weights = weight.num_experts * weight.out_features * weight.in_features
     if not written_out_bytes("int4", PLAIN_ROWS, weight.num_experts, num_weights, product.dtype):
         return f"written out, the experts' {num_weights} weights take more than {MOST_WRITTEN_OUT_BYTES} bytes"
@@ -200,6 +205,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "reference": Kernel(_grouped_by("reference"), gates=always),
     "invariant_grouped_mm": Kernel(_invariant),
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
+    "grouped_w4a16_wide": _grouped_gemm("grouped_w4a16_wide", _needs_16bit),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
     "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _needs_bf16),
     "grouped_mxfp4_wide": _grouped_gemm("grouped_mxfp4_wide", _needs_bf16),

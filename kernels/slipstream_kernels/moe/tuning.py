@@ -77,9 +77,12 @@ H200 = Tuning(
             Use("dequantise_grouped_mxfp4+grouped_mm"),  # if no library of them can be built
         ),
         ("grouped_w4a16", PLAIN_ROWS): (
-            # 8 of 28672 x 4096 on an H100: 1833 us and 1275 of the kernel of few rows, whose time is by rows, at 160
-            # rows an expert, 2336 and 3499 at 512; 128 of 1536 x 2048: 921 and 655, 1124 and 1931
-            Use("dequantise_w4a16_16bit+grouped_mm", least_rows=256),
+            # 8 of 28672 x 4096: 2181 us and 2397 written out with 512 rows an expert, 4520 and 4076 with 1,024; 128 of
+            # 1536 x 2048: 1114 and 1181, 2175 and 2019
+            Use("dequantise_w4a16_16bit+grouped_mm", least_rows=640),
+            # the first: 171 us and 178 of the wide kernel with 4 rows, 212 and 180 with 8, 345 and 184 with 16; the
+            # second: 95 and 96 with 8, 144 and 107 with 16
+            Use("grouped_w4a16_wide", least_rows=12),
             Use("grouped_w4a16_gemm"),
         ),
         ("grouped_w4a16", FP8_ROWS): (

@@ -109,34 +109,49 @@ def _multiply(
     out = torch.empty((routing.num_rows, out_features // 2 if gated else out_features), dtype=x.dtype, device=device)
     if not routing.num_rows:
         return out
-    tiles = routing.max_tiles(kernel.tile_rows)
+    params, _workspaces = arguments(rows, weight, routing, kernel, out, x_scale=scales, by_token=by_token)
+    params.num_ctas, params.is_dependent = count_sms(device), launches_dependently(device)
+    launch(kernel.entry, load(kernel.source, kernel.defines), params, device)
+    return out
+
+
+def arguments(
+    rows: torch.Tensor,
+    weight: Int4Weight,
+    routing: Routing,
+    kernel: Kernel,
+    out: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    by_token: bool,
+) -> tuple[GroupedGemmParams, tuple[torch.Tensor, torch.Tensor]]:
+    """(what the kernel is launched with, its way of launching aside; the workspaces that it names)"""
+    tiles, group_scales = routing.max_tiles(kernel.tile_rows), kernel.group_scales
+    permuted = torch.empty(tiles * kernel.tile_rows * kernel.row_bytes, dtype=torch.uint8, device=rows.device)
+    row_scale = torch.empty(tiles * kernel.tile_rows, dtype=torch.float32, device=rows.device)
     tensors = {
         "x": rows,
-        "x_scale": scales,
+        "x_scale": x_scale,
         "tokens": routing.tokens if by_token else None,
         "offsets": routing.offsets,
         "qweight": weight.packed,
-        "group_scales": kernel.group_scales,
+        "group_scales": group_scales,
         "channel_scale": kernel.channel_scale,
         "out": out,
-        "permuted_x": torch.empty(tiles * kernel.tile_rows * kernel.row_bytes, dtype=torch.uint8, device=device),
-        "row_scale": torch.empty(tiles * kernel.tile_rows, dtype=torch.float32, device=device),
+        "permuted_x": permuted,
+        "row_scale": row_scale,
     }
-    group_scales = kernel.group_scales
     params = GroupedGemmParams(
         **addresses(tensors),
         x_row_stride=rows.stride(0),
         num_experts=routing.num_experts,
-        out_features=out_features,
+        out_features=weight.out_features // routing.num_experts,
         in_features=weight.in_features,
         max_token_tiles=tiles,
         is_channelwise=group_scales is not None and group_scales.numel() == weight.out_features,
-        out_is_half=x.dtype == torch.float16,
-        num_ctas=count_sms(device),
-        is_dependent=launches_dependently(device),
+        out_is_half=out.dtype == torch.float16,
         warpgroups_m=kernel.warpgroups_m,
         num_rows=routing.num_rows,
         x_bytes=rows.element_size(),
     )
-    launch(kernel.entry, load(kernel.source, kernel.defines), params, device)
-    return out
+    return params, (permuted, row_scale)
