@@ -151,6 +151,29 @@ def test_a_flood_of_large_requests_is_refused_beside_a_stream(backend: Backend, 
     assert alone.error_code == ErrorCode.INVALID_ARG and alone.error_message.startswith("stop_words_ids: has 1060000 ")
 
 
+def test_answers_that_gather_log_probabilities_are_few_at_a_time(backend: Backend, demo_model: Path) -> None:
+    """Each of these would gather 135 kB of them; streams and answers without gather next to nothing."""
+    served = InThread(backend, demo_model, max_num_seqs=8, max_total_request_bytes=LIMIT)
+    served.slow_down(0.005)
+    for handle in range(1, 5):
+        backend.request(handle, 100, PROMPT, logprobs=9, stream=False)
+    backend.request(5, 100, PROMPT, logprobs=9)
+    backend.request(6, 100, PROMPT, stream=False)
+    backend.request(7, 1000, PROMPT, logprobs=9, stream=False)
+    answers: dict[int, list[backend_wire.Response]] = {}
+    while not all(handle in answers and answers[handle][-1].flags & ResponseFlag.FINAL for handle in range(1, 8)):
+        for response in backend_wire.decode_responses(backend.next(FrameType.RESPONSES)):
+            answers.setdefault(response.handle, []).append(response)
+        assert engine_of(served).request_memory.num_bytes <= LIMIT
+    told = {handle: found[-1].error_message for handle, found in answers.items() if found[-1].error_code}
+    assert sorted(told) == [3, 4, 7], "there is room for two"
+    assert all(answers[handle][-1].error_code == ErrorCode.UNAVAILABLE for handle in (3, 4))
+    more = r"bytes of 2 requests are in memory, this has \d+ more, 139000 of them for its logprobs; "
+    assert all(re.search(more + f"max_total_request_bytes={LIMIT}$", told[handle]) for handle in (3, 4))
+    assert answers[7][-1].error_code == ErrorCode.INVALID_ARG and told[7].startswith("logprobs: has 1390000 bytes")
+    wait_free(served)
+
+
 @pytest.fixture
 def llm(tiny_llama: Path) -> Iterator[LLM]:
     with LLM(str(tiny_llama), device="cpu", num_blocks=128, max_total_request_bytes=50_000) as llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -11,16 +12,20 @@ from typing import Any
 
 import pytest
 import toy_tokenizers
-from slipstream.core.config import SchedulerConfig, ServingConfig, StructuredOutputConfig
+from slipstream.core.config import EngineConfig, SchedulerConfig, ServingConfig, StructuredOutputConfig
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.logits_processors import ProcessorCall
+from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
-from slipstream.core.request_memory import MAX_UNCOUNTED_BYTES, RequestMemory, bytes_by_field
+from slipstream.core.request_memory import MAX_UNCOUNTED_BYTES, RequestMemory, bytes_by_field, logprob_bytes
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.input_processor import InputProcessor
+from slipstream.protocol.request_parser import parse_request
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from wire_requests import request as wire_request
+from wire_requests import tensor
 
 LONG = 1 << 15  # tokens
 VOCAB = 150_000
@@ -118,6 +123,53 @@ def test_a_request_is_measured_by_what_it_keeps(name: str) -> None:
     assert max(bytes_by_field(request).items(), key=lambda item: item[1])[0] == field
     kept -= OBJECT_BYTES * len(sequences)
     assert 0.7 * kept <= request.num_bytes <= 1.5 * kept
+
+
+@pytest.mark.parametrize("num_alternatives", [0, 1, 5, 20, 100])
+def test_log_probabilities_are_counted_by_what_they_take(num_alternatives: int) -> None:
+    dice = random.Random(3)
+
+    def an_entry() -> TokenLogprobs:
+        top = [(dice.randrange(300, VOCAB), -dice.random()) for _ in range(num_alternatives)]
+        return TokenLogprobs(dice.randrange(300, VOCAB), -dice.random(), 300, top)
+
+    gc.collect()
+    tracemalloc.start()
+    try:
+        entries = [an_entry() for _ in range(2000)]
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * kept <= logprob_bytes(len(entries), num_alternatives) <= 1.5 * kept
+
+
+def test_log_probabilities_of_a_response_are_counted() -> None:
+    """Of a stream those between two responses; a beam search has all at its end."""
+    config = EngineConfig(serving=ServingConfig(stream_interval=4))
+    tokenizer = TextTokenizer(toy_tokenizers.sentencepiece())
+    num_prompt = len(tokenizer.encode("The quick brown"))
+
+    def counted(stream: bool, **fields: object) -> tuple[int, int]:
+        given = tensor("text_input", "The quick brown"), tensor("sampling_parameters", json.dumps(fields))
+        made = parse_request(wire_request(*given, tensor("stream", stream)), config, tokenizer).request
+        assert made is not None
+        return made.num_logprob_bytes, made.num_prompt_logprob_bytes
+
+    assert counted(False, max_tokens=50) == counted(True, max_tokens=50) == (0, 0)
+    assert counted(False, max_tokens=50, logprobs=3, n=2) == (logprob_bytes(100, 3), 0)
+    assert counted(True, max_tokens=50, logprobs=3, n=2) == (logprob_bytes(8, 3), 0)
+    assert counted(True, max_tokens=50, logprobs=0, use_beam_search=True, n=2)[0] == logprob_bytes(100, 0)
+    assert counted(True, max_tokens=1, prompt_logprobs=5) == (0, logprob_bytes(num_prompt, 5))
+
+
+def test_what_an_answer_gathers_is_counted_with_its_request() -> None:
+    of_tokens, of_prompt = logprob_bytes(300, 5), logprob_bytes(900, 20)
+    made = Request([5], SamplingParams(), num_logprob_bytes=of_tokens, num_prompt_logprob_bytes=of_prompt)
+    [request] = make_processor().prepare(made)
+    assert request.num_bytes == 48 + of_tokens + of_prompt
+    memory = RequestMemory(LIMIT)
+    with pytest.raises(RequestError, match=rf"^prompt_logprobs: has {of_prompt} bytes in memory"):
+        memory.take(request)
 
 
 def a_request(handle: int, num_bytes: int, **params: Any) -> Request:

@@ -78,6 +78,8 @@ class Request:
     prompt_table_size: int = 0
     prompt_rows: PromptRows | None = None  # what Engine.submit makes of it
     num_echo_bytes: int = 0  # of the text that its answer begins with
+    num_logprob_bytes: int = 0  # of what one response gathers, core/request_memory.py
+    num_prompt_logprob_bytes: int = 0  # likewise
     num_bytes: int = 0  # of host memory until it is answered, core/request_memory.py; of all its sequences together
     sequence_id: int = field(default_factory=lambda: next(_ids))
     status: RequestStatus = RequestStatus.WAITING

@@ -1,9 +1,9 @@
 """Host memory that requests keep from their submission to their answer, and its bound for all of them together.
 
-Any thread. A request is measured once, when it is submitted, by the lengths of what its client sent. It counts until it
-is answered, whether it waits, runs or was preempted. Not counted is what has a bound of its own: prompt tables and
-adapters that clients send, n-grams, and what else running adds to a sequence (output tokens, copies in the worker),
-which max_num_seqs and max_model_len bound.
+Any thread. A request is measured once, when it is submitted, by the lengths of what its client sent and by the
+log-probabilities that its answer will gather. It counts until it is answered, whether it waits, runs or was preempted.
+Not counted is what has a bound of its own: prompt tables and adapters that clients send, n-grams, logits, and what else
+running adds to a sequence (output tokens, copies in the worker), which max_num_seqs and max_model_len bound.
 
 The sizes below were measured with tracemalloc and Python 3.11; tests/unit/test_request_memory.py compares them.
 """
@@ -28,6 +28,7 @@ _PAIR_BYTES = 120  # a tuple of an id and a float
 _SET_BYTES = 40  # an entry of the set in each sequence's StopConditions
 _ARRAY_BYTES = 4
 _JSON_BYTES = 20  # of Python's objects for a byte of JSON such as [0]; of others less
+_POSITION_BYTES, _LOGPROB_BYTES = 170, 122  # the log-probabilities of a position, and each of them
 
 
 def bytes_by_field(request: Request) -> dict[str, int]:
@@ -37,6 +38,7 @@ def bytes_by_field(request: Request) -> dict[str, int]:
     found = {"prompt": num_tokens * (_ID_BYTES + num_sequences * _PLACE_BYTES) + request.num_echo_bytes}
     if request.prompt_rows is not None:
         found["prompt_embedding_table"] = 2 * _ID_BYTES * len(request.prompt_rows.positions)
+    found["logprobs"], found["prompt_logprobs"] = request.num_logprob_bytes, request.num_prompt_logprob_bytes
     found["reference_ids"] = _ARRAY_BYTES * len(params.reference_ids)
     found["embedding_bias"] = _ARRAY_BYTES * len(params.embedding_bias)
     found["logit_bias"] = _PAIR_BYTES * len(params.logit_bias)
@@ -50,6 +52,11 @@ def bytes_by_field(request: Request) -> dict[str, int]:
             len(json.dumps(dict(call.kwargs))) for call in params.logits_processors
         )
     return found
+
+
+def logprob_bytes(num_positions: int, num_alternatives: int) -> int:
+    """Of positions that have their token's log-probability and so many more, until they are sent."""
+    return num_positions * (_POSITION_BYTES + _LOGPROB_BYTES * (1 + num_alternatives))
 
 
 def _bytes_of_words(params: SamplingParams) -> dict[str, int]:

@@ -18,6 +18,7 @@ from slipstream.core.control import LIST_LORA, OF_LORA, Control
 from slipstream.core.errors import RequestError
 from slipstream.core.prefix import salted_key
 from slipstream.core.request import Request, RequestTimes
+from slipstream.core.request_memory import logprob_bytes
 from slipstream.core.sampling_params import FIELD_NAMES, SamplingParams
 from slipstream.core.setting_values import refuse
 from slipstream.core.settings import BY_NAME, DEFAULTS
@@ -99,7 +100,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     stream_interval: int = settings.get("stream_interval", config.serving.stream_interval)
     _check_logprobs(settings, params, config)
     num_together = stream_interval if stream and params.beam_width <= 1 else 0  # a beam search has its text at the end
-    _check_entries(params, len(token_ids), bool(echo_text), num_together, config, tokenizer)
+    logprobs, prompt_logprobs = _check_entries(params, len(token_ids), bool(echo_text), num_together, config, tokenizer)
     request = Request(
         token_ids,
         params,
@@ -113,6 +114,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         prompt_table=settings.get("prompt_table"),
         prompt_table_size=settings.get("prompt_table_size", 0),
         num_echo_bytes=sys.getsizeof(echo_text) if echo_text else 0,
+        num_logprob_bytes=logprobs,
+        num_prompt_logprob_bytes=prompt_logprobs,
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(
@@ -146,10 +149,11 @@ def _check_entries(
     stream_interval: int,
     config: EngineConfig,
     tokenizer: TextCodec,
-) -> None:
-    """Raises RequestError if one response would hold more tokens and alternatives than max_response_entries.
+) -> tuple[int, int]:
+    """Bytes that log-probabilities of a response's tokens, and of the prompt, take until it is sent.
 
     stream_interval: tokens per response; 0 = all in one.
+    Raises RequestError if one response would hold more tokens and alternatives than max_response_entries.
     """
     limit, n, vocab_size = config.serving.max_response_entries, params.n, tokenizer.vocab_size
     logprobs, prompt_logprobs = (vocab_size if k == -1 else k for k in (params.logprobs, params.prompt_logprobs))
@@ -170,6 +174,8 @@ def _check_entries(
             terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={prompt_logprobs})"
         accepted = f"at most max_response_entries={limit}; ask for less{'' if params.beam_width > 1 else ', or stream'}"
         raise RequestError("max_tokens", f"one response would hold {terms} = {total} entries, accepted: {accepted}")
+    of_tokens = 0 if params.logprobs is None else logprob_bytes(n * num_new, logprobs)
+    return of_tokens, 0 if prompt_logprobs is None else logprob_bytes(num_prompt, prompt_logprobs)
 
 
 def _check_logprobs(settings: Settings, params: SamplingParams, config: EngineConfig) -> None:
