@@ -1,6 +1,6 @@
 """The grouped GEMM of bf16 rows and MXFP4 weights whose experts have some ten rows and more: libraries and launch.
 
-Hopper only.  Its products are a warpgroup's, so weights are expanded once for up to 128 rows; grouped_mxfp4_gemm
+Hopper only.  Its products are a warpgroup's, so weights are expanded once for up to 96 rows; grouped_mxfp4_gemm
 expands them again for every 16.  CUDA-graph safe, as that is.
 """
 
