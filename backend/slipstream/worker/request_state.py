@@ -49,7 +49,7 @@ class RequestState:
         self.has_edits = has_edits(params)
         self.counts_tokens = self.has_edits or params.has_penalties
         self.is_edited = is_edited(params, new.has_grammar)
-        self.draws_by_itself = not self.is_edited and params.logprobs is None
+        self.draws_by_itself = draws_by_itself(params, new.has_grammar)
         self.is_plain = self.is_greedy and self.draws_by_itself
         filters = max(0, params.top_k), params.top_p, params.min_p
         self.draw = _DRAW.pack(_signed(new.seed), params.temperature, *filters)
