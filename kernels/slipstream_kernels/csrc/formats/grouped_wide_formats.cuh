@@ -75,8 +75,8 @@ struct WideMxfp4 {
     return make_uint4(parts[0][i], parts[1][i], parts[2][i], parts[3][i]);
   }
 
-  // By which sums of an output feature are multiplied: weights were 2^-32 of theirs.
-  static __device__ __forceinline__ float factor(const GroupedGemmParams&, int, int) { return 4294967296.0f; }
+  // By which sums of an output feature are multiplied.
+  static __device__ __forceinline__ float factor(const GroupedGemmParams&, int, int) { return kMxfp4Unit; }
 };
 
 // Integers in the order of int4_layout.py: pairs of blocks of 128 input features, in each tiles of 16 output features. A

@@ -5,6 +5,9 @@
 
 namespace slipstream {
 
+// Weights are multiplied as 2^-32 of their values: bf16 then holds factors of scales up to 2^33.
+constexpr float kMxfp4Unit = 4294967296.0f;
+
 // The bf16 pair that scales weights which expand_e2m1 made to 2^-32 of their values, of a byte of a word: its biased
 // exponent.
 __device__ __forceinline__ uint32_t mxfp4_factor(uint32_t scales, int byte) {

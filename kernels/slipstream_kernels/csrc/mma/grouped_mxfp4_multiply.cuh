@@ -11,9 +11,6 @@
 
 namespace slipstream {
 
-// Weights are multiplied as 2^-32 of their values: bf16 then holds factors of scales up to 2^33.
-constexpr float kMxfp4Unit = 4294967296.0f;
-
 // A lane's weights of a unit: of tiles of 16 output features two rows (l / 4 and + 8), of each 16 input features of a group.
 template <int TILES>
 struct Mxfp4Unit {
@@ -112,7 +109,7 @@ __device__ __forceinline__ void multiply_units(const GroupedGemmParams& p, const
   Mxfp4Weights<SHAPE> weights(first, has_features ? end - begin : 0, shared + warp * SHAPE::kRingBytes,
                               shared + SHAPE::kBarrierOffset + 8 * SHAPE::kStages * warp);
   const auto** pointers = reinterpret_cast<const __nv_bfloat16**>(memory + SHAPE::kPointerOffset);
-  if (threadIdx.x < tile.num_rows) pointers[threadIdx.x] = row_of_x(p, tile, threadIdx.x);
+  if (threadIdx.x < tile.num_rows) pointers[threadIdx.x] = row_of_x<__nv_bfloat16>(p, tile, threadIdx.x);
   __syncthreads();
   Mxfp4Rows<SHAPE> rows(pointers, tile.num_rows, p.in_features, SHAPE::Unit::kInputs * begin, SHAPE::Unit::kInputs * end,
                         shared + SHAPE::kRowsOffset + team * SHAPE::kTeamRowBytes);

@@ -9,12 +9,6 @@
 
 namespace slipstream {
 
-// The row of x that a row of the tile takes.
-__device__ __forceinline__ const __nv_bfloat16* row_of_x(const GroupedGemmParams& p, const TokenTile& rows, int row) {
-  const int64_t place = p.tokens == nullptr ? rows.first_row + row : p.tokens[rows.first_row + row];
-  return static_cast<const __nv_bfloat16*>(p.x) + place * p.x_row_stride;
-}
-
 // The units of a warp, which follow each other in memory.
 template <typename SHAPE>
 struct Mxfp4Weights {

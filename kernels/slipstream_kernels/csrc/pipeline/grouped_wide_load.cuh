@@ -25,8 +25,7 @@ struct WideRowPermutation {
     const TokenTile tile = find_token_tile(p, SHAPE::kTileRows, token_tile);
     if (row >= tile.num_rows) return;
     const int units = count_units(p.in_features);
-    const int64_t place = p.tokens == nullptr ? tile.first_row + row : p.tokens[tile.first_row + row];
-    const auto* from = static_cast<const typename SHAPE::Operand*>(p.x) + place * p.x_row_stride;
+    const auto* from = row_of_x<typename SHAPE::Operand>(p, tile, row);
     const int unit = first_unit + lane / 16;
     if (unit >= units) return;
     char* to = static_cast<char*>(p.permuted_x) + (static_cast<int64_t>(token_tile) * units + unit) * SHAPE::kSlabBytes;

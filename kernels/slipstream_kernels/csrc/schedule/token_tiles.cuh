@@ -24,6 +24,13 @@ struct TokenTile {
   int expert, first_row, num_rows;
 };
 
+// The row of x that a row of the tile takes. T: of its elements.
+template <typename T>
+__device__ __forceinline__ const T* row_of_x(const GroupedGemmParams& p, const TokenTile& rows, int row) {
+  const int64_t place = p.tokens == nullptr ? rows.first_row + row : p.tokens[rows.first_row + row];
+  return static_cast<const T*>(p.x) + place * p.x_row_stride;
+}
+
 // The tile of that number, found by each warp that asks; without rows if no expert has it.
 __device__ __forceinline__ TokenTile find_token_tile(const GroupedGemmParams& p, int tile_rows, int token_tile) {
   const int lane = threadIdx.x % 32;
