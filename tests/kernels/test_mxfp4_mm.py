@@ -10,7 +10,7 @@ from hopper import assert_compiles_well
 from slipstream_kernels import ops
 from slipstream_kernels.gemm.int4_checks import check_int4
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_mxfp4_wide
+from slipstream_kernels.moe.cuda import grouped_gemm, grouped_mxfp4_gemm, grouped_mxfp4_wide
 from slipstream_kernels.moe.grouped_mxfp4_layout import repack_experts, unpack_experts
 from slipstream_kernels.moe.triton.dequantise_mxfp4 import dequantise_mxfp4
 from tolerances import INT_MM
@@ -88,7 +88,7 @@ def test_the_kernel_of_few_rows_thread_by_thread(shape) -> None:
     x, weight, values, routing = gemm_case(shape, by_token, torch.device("cpu"))
     out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
     repacked = repack_experts(weight, shape[1])
-    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, 8 * variant.columns, by_token=by_token)
+    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, variant.columns, by_token=by_token)
     emulation.run("emulate_grouped_mxfp4.cc", grouped_mxfp4_gemm.defines(variant), params, seed=sum(shape[:5]))
     check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
 
@@ -130,11 +130,30 @@ def test_the_wide_kernel_thread_by_thread(shape, variant) -> None:
     x, weight, values, routing = gemm_case((*shape, None), by_token, torch.device("cpu"))
     out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
     repacked = repack_experts(weight, shape[1])
-    params = grouped_mxfp4_gemm.arguments(x, repacked, routing, out, variant.tile_rows, by_token=by_token)
-    permuted = grouped_mxfp4_wide.workspace(repacked, params.max_token_tiles * variant.tile_rows).fill_(float("nan"))
-    params.permuted_x = permuted.data_ptr()
-    emulation.run("emulate_grouped_wide.cc", grouped_mxfp4_wide.defines(variant), params, seed=sum(shape))
+    kernel = grouped_mxfp4_wide.kernel_of(x, repacked, routing, False, variant)
+    params, workspaces = grouped_gemm.arguments(x, repacked, routing, kernel, out, by_token=by_token)
+    workspaces[0].fill_(0xFF)  # NaN
+    emulation.run("emulate_grouped_wide.cc", kernel.defines, params, seed=sum(shape))
     check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
+
+
+@pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_wide_kernel_as_it_is_called(monkeypatch, gated) -> None:
+    """Its launch on the CPU, by the sizes' own variant; the gate is applied behind it."""
+    monkeypatch.setattr(grouped_gemm, "count_sms", lambda device: 132)
+    monkeypatch.setattr(grouped_gemm, "launches_dependently", lambda device: False)
+    monkeypatch.setattr(grouped_gemm, "load", lambda source, defines: defines)
+    monkeypatch.setattr(
+        grouped_gemm,
+        "launch",
+        lambda entry, defines, params, device: emulation.run("emulate_grouped_wide.cc", defines, params, seed=4),
+    )
+    x, weight, values, routing = gemm_case((57, 3, 2, 96, 544, None), True, torch.device("cpu"))
+    y = grouped_mxfp4_wide.grouped_int4_mm(x, repack_experts(weight, 3), routing, True, gated)
+    check(y, x.double(), values, routing, True, gated, INT_MM["cpu", torch.bfloat16])
+    with pytest.raises(ValueError, match="not bfloat16"):
+        grouped_mxfp4_wide.grouped_int4_mm(x.half(), repack_experts(weight, 3), routing, True, gated)
 
 
 @pytest.mark.parametrize("variant", grouped_mxfp4_wide.VARIANTS)

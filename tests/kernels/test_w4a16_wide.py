@@ -14,7 +14,7 @@ from slipstream_kernels.moe.cuda import grouped_gemm, grouped_w4a16_wide
 from slipstream_kernels.ops import Routing
 from tolerances import EXPANDED_INT4, INT_MM
 
-TILES, BF16 = grouped_w4a16_wide.TILES, torch.bfloat16
+VARIANTS, BF16 = grouped_w4a16_wide.VARIANTS, torch.bfloat16
 # tokens, experts, top_k, out, in, group: a pair of blocks and a half, features that end within a warpgroup's, experts
 # of several tiles, of one row and of none, groups of 64 and of whole rows
 SHAPES = [
@@ -42,15 +42,15 @@ def limits(dtype: torch.dtype) -> tuple[float, float]:
 
 @pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
 @pytest.mark.parametrize("dtype", grouped_w4a16_wide.DTYPES, ids=str)
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_thread_by_thread(shape, tile, dtype) -> None:
+def test_thread_by_thread(shape, variant, dtype) -> None:
     """Its device code on the CPU, the permutation of rows before it too."""
     by_token = shape[0] != 57
     x, weight, exact, routing = case(shape, by_token, dtype, torch.device("cpu"))
     repacked = int4_layout.repack_experts(weight)
     out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=dtype)
-    kernel = grouped_w4a16_wide.kernel_of(x, repacked, routing, False, tile)
+    kernel = grouped_w4a16_wide.kernel_of(x, repacked, routing, False, variant)
     params, workspaces = grouped_gemm.arguments(x, repacked, routing, kernel, out, by_token=by_token)
     workspaces[0].fill_(0xFF)  # NaN
     emulation.run("emulate_grouped_wide.cc", kernel.defines, params, seed=sum(shape))
@@ -63,20 +63,20 @@ def test_compiles_without_spills(defines) -> None:
 
 
 @pytest.mark.parametrize("dtype", grouped_w4a16_wide.DTYPES, ids=str)
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 8, 2, 576, 1408, 128), (700, 5, 4, 96, 512, 64)], ids=str)
-def test_on_a_gpu(hopper, shape, gated, tile, dtype) -> None:
+def test_on_a_gpu(hopper, shape, gated, variant, dtype) -> None:
     x, canonical, exact, routing = case(shape, gated, dtype, hopper)
     weight = ops.repack_expert_int4(canonical, shape[1])
     assert weight.is_repacked
-    y = grouped_w4a16_wide.grouped_int4_mm(x, weight, routing, gated, gated, tile)
+    y = grouped_w4a16_wide.grouped_int4_mm(x, weight, routing, gated, gated, variant)
     check(y, x.double(), exact, routing, gated, gated, limits(dtype))
-    assert torch.equal(y, grouped_w4a16_wide.grouped_int4_mm(x, weight, routing, gated, gated, tile))
+    assert torch.equal(y, grouped_w4a16_wide.grouped_int4_mm(x, weight, routing, gated, gated, variant))
 
 
 def test_tiles_hold_the_rows_of_most_experts() -> None:
-    chosen = [grouped_w4a16_wide.choose((rows, rows, 8), 0, 0).rows for rows in (8, 200, 300, 400, 4096)]
+    chosen = [grouped_w4a16_wide.choose((rows, rows, 8), 0, 0).tile_rows for rows in (8, 200, 300, 400, 4096)]
     assert chosen == [32, 32, 48, 64, 64]
 
 

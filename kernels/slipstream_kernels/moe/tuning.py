@@ -35,12 +35,15 @@ class Tuning:
     """uses: the kernels of every format.
 
     capacity_factor: a tile of tokens holds this many times the rows of the average expert.
+    wide_capacity_factor: the same of kernels on warpgroups.  An expert with 25 rows on average has more than 32 in one
+    case of twelve.
     narrow_tiles, many_tiles: tiles of output features of a CTA of grouped_w4a8_gemm.  Up to narrow_tiles one warpgroup
     along M is the fastest, up to twice as many two; above many_tiles, tiles of 32 tokens are 5 % faster than of 16.
     """
 
     uses: Table
     capacity_factor: float
+    wide_capacity_factor: float
     narrow_tiles: int
     many_tiles: int
 
@@ -97,6 +100,7 @@ H200 = Tuning(
         ),
     },
     capacity_factor=1.5,
+    wide_capacity_factor=1.25,
     narrow_tiles=4,
     many_tiles=90,
 )

@@ -7,8 +7,9 @@ grid and workspaces depend on the numbers of rows and experts alone: CUDA-graph 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.tuning import Tuning
+from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 TILE, BLOCK = 16, 128  # output features of a tile, input features of a block: csrc/schedule/grouped_gemm_schedule.cuh
@@ -45,6 +47,7 @@ class Kernel:
 
     tile_rows: rows of a tile of tokens.  row_bytes: of a row of the permuted x, which a kernel before writes.
     group_scales: packed scales and zero points, if they lie apart; channel_scale: of output features.
+    gates: it applies the gate; else that is a launch of its own.
     """
 
     entry: str
@@ -52,9 +55,20 @@ class Kernel:
     defines: tuple[str, ...]
     tile_rows: int
     row_bytes: int
-    channel_scale: torch.Tensor
+    channel_scale: torch.Tensor | None = None
     group_scales: torch.Tensor | None = None
     warpgroups_m: int = 0
+    gates: bool = True
+
+
+class Tiled(Protocol):
+    """A variant of a kernel.  tile_rows: of a tile of tokens."""
+
+    @property
+    def tile_rows(self) -> int: ...
+
+
+T = TypeVar("T", bound=Tiled)
 
 
 Rows = torch.Tensor | Fp8Rows
@@ -79,6 +93,13 @@ def likely_rows(sizes: tuple[int, int, int], tuning: Tuning) -> float:
     return min(num_tokens, tuning.capacity_factor * num_rows / num_experts)
 
 
+def tile_of_most(variants: Sequence[T], sizes: tuple[int, int, int], tuning: Tuning) -> T:
+    """The smallest tile that holds the rows of most experts, else the largest.  sizes: as of likely_rows."""
+    _, num_rows, num_experts = sizes
+    rows = tuning.wide_capacity_factor * num_rows / num_experts
+    return next((variant for variant in variants if variant.tile_rows >= rows), variants[-1])
+
+
 def grouped_int4_mm(
     kernel_of: KernelOf,
     x: Rows,
@@ -95,7 +116,8 @@ def grouped_int4_mm(
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
     kernel = kernel_of(x, weight, routing, gated, variant)
-    return _multiply(x, weight, routing, kernel, by_token=by_token, gated=gated)
+    y = _multiply(x, weight, routing, kernel, by_token=by_token, gated=gated and kernel.gates)
+    return silu_mul(y) if gated and not kernel.gates else y
 
 
 def _multiply(

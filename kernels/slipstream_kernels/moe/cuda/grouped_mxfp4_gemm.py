@@ -96,23 +96,24 @@ def grouped_int4_mm(
 
     variant: None: chosen by the sizes.  Raises ValueError for rows that are not bf16.
     """
-    x = rows_of(x)
+    x = require_bf16(x)
+    x = x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     out_features = weight.out_features // routing.num_experts
     variant = variant or choose(routing.sizes, out_features, count_sms(x.device))
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=x.device)
     if routing.num_rows:
-        params = arguments(x, weight, routing, out, 8 * variant.columns, by_token=by_token)
+        params = arguments(x, weight, routing, out, variant.columns, by_token=by_token)
         params.is_dependent = launches_dependently(x.device)
         launch("grouped_mxfp4_gemm", load(SOURCE, defines(variant)), params, x.device)
     return silu_mul(out) if gated else out
 
 
-def rows_of(x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-    """The rows as kernels read them.  Raises ValueError for rows that are not bf16."""
+def require_bf16(x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    """The rows.  Raises ValueError for others."""
     if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
         found = x.dtype if isinstance(x, torch.Tensor) else x.values.dtype
         raise ValueError(f"x: rows are {found}, not bfloat16, which repacked MXFP4 weights are multiplied by")
-    return x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+    return x
 
 
 def written_out(weight: Int4Weight) -> torch.Tensor:
@@ -130,9 +131,9 @@ def written_out(weight: Int4Weight) -> torch.Tensor:
 
 
 def arguments(
-    x: torch.Tensor, weight: Int4Weight, routing: Routing, out: torch.Tensor, tile_rows: int, *, by_token: bool
+    x: torch.Tensor, weight: Int4Weight, routing: Routing, out: torch.Tensor, columns: int, *, by_token: bool
 ) -> GroupedGemmParams:
-    """What a kernel is launched with, its way of launching aside.  tile_rows: of a tile of tokens."""
+    """What the kernel is launched with, its way of launching aside."""
     tensors = {
         "x": x, "tokens": routing.tokens if by_token else None, "offsets": routing.offsets, "qweight": weight.packed,
         "out": out,
@@ -143,6 +144,6 @@ def arguments(
         num_experts=routing.num_experts,
         out_features=weight.out_features // routing.num_experts,
         in_features=weight.in_features,
-        max_token_tiles=routing.max_tiles(tile_rows),
+        max_token_tiles=routing.max_tiles(8 * columns),
         num_rows=routing.num_rows,
     )

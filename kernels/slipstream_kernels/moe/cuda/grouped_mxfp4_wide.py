@@ -6,18 +6,16 @@ expands them again for every 16.  CUDA-graph safe, as that is.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from slipstream_kernels.cuda.build import load
-from slipstream_kernels.cuda.launch import launch
-from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe.cuda.grouped_mxfp4_gemm import arguments, rows_of
+from slipstream_kernels.moe.cuda import grouped_gemm
+from slipstream_kernels.moe.cuda.grouped_gemm import Kernel, Rows, tile_of_most
+from slipstream_kernels.moe.cuda.grouped_gemm import Variant as AnyVariant
+from slipstream_kernels.moe.cuda.grouped_mxfp4_gemm import require_bf16
 from slipstream_kernels.moe.grouped_mxfp4_layout import INPUTS
 from slipstream_kernels.moe.tuning import H200, Tuning
-from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_mxfp4_wide.cu"
@@ -36,7 +34,6 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (Variant(32, 4, 2, 3), Variant(48, 2, 3, 3), Variant(64, 4, 2, 2), Variant(96, 2, 3, 2))
-SPREAD = 1.25  # an expert with 25 rows on average has more than 32 in one case of twelve
 
 
 def defines(variant: Variant) -> tuple[str, ...]:
@@ -56,33 +53,22 @@ def variants() -> list[tuple[str, ...]]:
 
 def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Variant:
     """The smallest tile that holds the rows of most experts.  Arguments as of grouped_mxfp4_gemm.choose."""
-    _, num_rows, num_experts = sizes
-    rows = SPREAD * num_rows / num_experts
-    return next((variant for variant in VARIANTS if variant.tile_rows >= rows), VARIANTS[-1])
+    return tile_of_most(VARIANTS, sizes, tuning)
 
 
-def grouped_int4_mm(
-    x: torch.Tensor,
-    weight: Int4Weight,
-    routing: Routing,
-    by_token: bool,
-    gated: bool,
-    variant: Variant | None = None,
-) -> torch.Tensor:
-    """See grouped_mxfp4_gemm.grouped_int4_mm.  Two launches: the first puts x in the order of the tiles."""
-    x = rows_of(x)
-    out_features = weight.out_features // routing.num_experts
-    variant = variant or choose(routing.sizes, out_features, 0)
-    out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=x.device)
-    if routing.num_rows:
-        params = arguments(x, weight, routing, out, variant.tile_rows, by_token=by_token)
-        permuted = workspace(weight, params.max_token_tiles * variant.tile_rows)
-        params.permuted_x, params.is_dependent = permuted.data_ptr(), launches_dependently(x.device)
-        launch("grouped_mxfp4_wide", load(SOURCE, defines(variant)), params, x.device)
-    return silu_mul(out) if gated else out
-
-
-def workspace(weight: Int4Weight, num_rows: int) -> torch.Tensor:
-    """Uninitialised, for the rows of all tiles: whole units of input features."""
+def kernel_of(x: Rows, weight: Int4Weight, routing: Routing, gated: bool, variant: AnyVariant | None) -> Kernel:
+    """weight is repacked.  variant: a Variant; None: chosen by the sizes.  Raises ValueError unless rows are bf16."""
+    require_bf16(x)
+    chosen = choose(routing.sizes, 0, 0) if variant is None else Variant(*variant)
     units = -(-weight.in_features // INPUTS)
-    return torch.empty(num_rows * units * INPUTS, dtype=torch.bfloat16, device=weight.packed.device)
+    return Kernel(
+        entry="grouped_mxfp4_wide",
+        source=SOURCE,
+        defines=defines(chosen),
+        tile_rows=chosen.tile_rows,
+        row_bytes=2 * INPUTS * units,
+        gates=False,
+    )
+
+
+grouped_int4_mm = partial(grouped_gemm.grouped_int4_mm, kernel_of)

@@ -7,6 +7,7 @@ for up to 64 rows, to 16-bit numbers; that kernel multiplies exact integers, and
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,31 +17,30 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda.skinny_gemm_w4a16 import INPUTS
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.cuda import grouped_gemm
-from slipstream_kernels.moe.cuda.grouped_gemm import Kernel, Rows, Variant
-from slipstream_kernels.moe.cuda.grouped_mxfp4_wide import SPREAD
+from slipstream_kernels.moe.cuda.grouped_gemm import Kernel, Rows, tile_of_most
+from slipstream_kernels.moe.cuda.grouped_gemm import Variant as AnyVariant
 from slipstream_kernels.moe.tuning import H200, Tuning
-from slipstream_kernels.norm.gated_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_grouped_w4a16_wide.cu"
 
 
-class Tile(NamedTuple):
-    """rows: of a tile of tokens.  ctas: of an SM, as registers and shared memory allow."""
+class Variant(NamedTuple):
+    """tile_rows: of a tile of tokens.  ctas: of an SM, as registers and shared memory allow."""
 
-    rows: int
+    tile_rows: int
     ctas: int
 
 
-TILES = (Tile(32, 3), Tile(48, 2), Tile(64, 2))
+VARIANTS = (Variant(32, 3), Variant(48, 2), Variant(64, 2))
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def defines(dtype: torch.dtype, tile: Tile, groups_per_block: int) -> tuple[str, ...]:
+def defines(dtype: torch.dtype, variant: Variant, groups_per_block: int) -> tuple[str, ...]:
     """The macros that choose a library; groups: 1 (of 128, or whole rows) or 2 (of 64)."""
     return (
-        f"SLIPSTREAM_TILE_ROWS={tile.rows}",
-        f"SLIPSTREAM_CTAS={tile.ctas}",
+        f"SLIPSTREAM_TILE_ROWS={variant.tile_rows}",
+        f"SLIPSTREAM_CTAS={variant.ctas}",
         f"SLIPSTREAM_INPUT={INPUTS[dtype]}",
         f"SLIPSTREAM_GROUPS={groups_per_block}",
     )
@@ -48,35 +48,30 @@ def defines(dtype: torch.dtype, tile: Tile, groups_per_block: int) -> tuple[str,
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    return [defines(*variant) for variant in itertools.product(DTYPES, TILES, (1, 2))]
+    return [defines(*variant) for variant in itertools.product(DTYPES, VARIANTS, (1, 2))]
 
 
-def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Tile:
+def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Variant:
     """The smallest tile that holds the rows of most experts.  Arguments as of grouped_w4a16_gemm.choose."""
-    _, num_rows, num_experts = sizes
-    return next((tile for tile in TILES if tile.rows >= SPREAD * num_rows / num_experts), TILES[-1])
+    return tile_of_most(VARIANTS, sizes, tuning)
 
 
-def kernel_of(x: Rows, weight: Int4Weight, routing: Routing, gated: bool, variant: Variant | None) -> Kernel:
-    """weight is repacked.  variant: a Tile; None: chosen by the sizes."""
-    assert weight.zeros is not None and isinstance(x, torch.Tensor)
-    tile = choose(routing.sizes, 0, 0) if variant is None else Tile(*variant)
+def kernel_of(x: Rows, weight: Int4Weight, routing: Routing, gated: bool, variant: AnyVariant | None) -> Kernel:
+    """weight is repacked.  variant: a Variant; None: chosen by the sizes.  Raises ValueError for e4m3 rows."""
+    if isinstance(x, Fp8Rows):
+        raise ValueError("x: rows are e4m3, not bfloat16 or float16")
+    assert weight.zeros is not None
+    chosen = choose(routing.sizes, 0, 0) if variant is None else Variant(*variant)
     return Kernel(
         entry="grouped_w4a16_wide",
         source=SOURCE,
-        defines=defines(x.dtype, tile, int4_layout.groups_per_block(weight.group_size)),
-        tile_rows=tile.rows,
+        defines=defines(x.dtype, chosen, int4_layout.groups_per_block(weight.group_size)),
+        tile_rows=chosen.tile_rows,
         row_bytes=2 * weight.in_features,
         channel_scale=weight.zeros,
         group_scales=weight.scales,
+        gates=False,
     )
 
 
-def grouped_int4_mm(
-    x: Rows, weight: Int4Weight, routing: Routing, by_token: bool, gated: bool, variant: Variant | None = None
-) -> torch.Tensor:
-    """See ops.grouped_int4_mm.  Three launches if gated.  Raises ValueError for rows that are not 16-bit numbers."""
-    if isinstance(x, Fp8Rows):
-        raise ValueError("x: rows are e4m3, not bfloat16 or float16")
-    y = grouped_gemm.grouped_int4_mm(kernel_of, x, weight, routing, by_token, False, variant)
-    return silu_mul(y) if gated else y
+grouped_int4_mm = partial(grouped_gemm.grouped_int4_mm, kernel_of)
