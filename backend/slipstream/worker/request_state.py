@@ -16,6 +16,7 @@ from slipstream.worker.interface import NewRequest, StepInput, Updates
 _DRAW_FIELDS = {"seeds": "q", "temperature": "f", "top_k": "i", "top_p": "f", "min_p": "f"}
 DRAW_ROW = np.dtype([(name, f"<{kind}") for name, kind in _DRAW_FIELDS.items()])
 _DRAW = Struct(f"<{''.join(_DRAW_FIELDS.values())}")
+_GREEDY_DRAW = _DRAW.pack(0, 0.0, 0, 1.0, 0.0)
 
 
 class RequestState:
@@ -26,6 +27,7 @@ class RequestState:
     What a batch asks of each of its requests whenever one joins or leaves is found out once, here.
     counts_tokens: whether a draw depends on the number of tokens drawn before. is_edited: whether logits change before
     it. is_plain: whether the next token is the argmax of the unchanged logits. draw: the bytes of a DRAW_ROW.
+    unedited_draw: of one from the unchanged logits, greedy where nobody takes that token. draws_plainly: it is greedy.
     """
 
     def __init__(self, new: NewRequest, num_full_groups: int = 1) -> None:
@@ -53,6 +55,8 @@ class RequestState:
         self.is_plain = self.is_greedy and self.draws_by_itself
         filters = max(0, params.top_k), params.top_p, params.min_p
         self.draw = _DRAW.pack(_signed(new.seed), params.temperature, *filters)
+        self.unedited_draw = _GREEDY_DRAW if self.is_edited else self.draw
+        self.draws_plainly = self.is_greedy or self.is_edited
 
     @property
     def num_prompt_tokens(self) -> int:

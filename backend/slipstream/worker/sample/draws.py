@@ -17,7 +17,7 @@ from slipstream_kernels import ops
 from slipstream.worker.host_copy import Staging, pack
 from slipstream.worker.request_state import DRAW_ROW, RequestState
 
-_is_greedy = attrgetter("is_greedy")
+_is_greedy, _draws_plainly = attrgetter("is_greedy"), attrgetter("draws_plainly")
 
 
 class Draws(NamedTuple):
@@ -29,14 +29,17 @@ class Draws(NamedTuple):
 
 def draws_of(requests: Sequence[RequestState], device: torch.device) -> Draws:
     """Of a row of each request. Filters that no row uses are None, so that the kernel skips them. One copy."""
-    rows = _rows_of(requests)
-    seeds, temperature, *filters = pack([rows[name].copy() for name in _used_fields(rows)], device)
-    return Draws(ops.SamplingMetadata(temperature, *filters), seeds)
+    return _packed([request.draw for request in requests], device)
 
 
 def draws_or_greedy(requests: Sequence[RequestState], device: torch.device) -> Draws | None:
     """The same, or None if the highest logit is drawn in every row."""
     return None if all(map(_is_greedy, requests)) else draws_of(requests, device)
+
+
+def unedited_draws(requests: Sequence[RequestState], device: torch.device) -> Draws | None:
+    """The same of the unchanged logits: what is drawn for requests that are edited is not taken, and costs least."""
+    return None if all(map(_draws_plainly, requests)) else _packed([one.unedited_draw for one in requests], device)
 
 
 class StaticDraws:
@@ -74,19 +77,25 @@ class StaticDraws:
         if requests is self._loaded:
             return
         self._loaded = requests
-        are_greedy = all(map(_is_greedy, requests))
+        are_greedy = all(map(_draws_plainly, requests))
         if are_greedy and self._are_greedy:
             return
         self._are_greedy = are_greedy
-        rows = _rows_of(requests)
+        rows = _rows_of(request.unedited_draw for request in requests)
         for name, column in self._columns.items():
             column[: len(rows)] = rows[name]
         self._columns["temperature"][len(rows) :] = 0.0
         self._staging.send(self._host)
 
 
-def _rows_of(requests: Iterable[RequestState]) -> np.ndarray:
-    return np.frombuffer(b"".join([request.draw for request in requests]), DRAW_ROW)
+def _packed(draws: list[bytes], device: torch.device) -> Draws:
+    rows = _rows_of(draws)
+    seeds, temperature, *filters = pack([rows[name].copy() for name in _used_fields(rows)], device)
+    return Draws(ops.SamplingMetadata(temperature, *filters), seeds)
+
+
+def _rows_of(draws: Iterable[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(draws), DRAW_ROW)
 
 
 def _fields() -> tuple[str, ...]:

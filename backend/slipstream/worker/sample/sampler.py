@@ -20,7 +20,7 @@ from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.interface import ProcessorReport
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.draws import Draws, draws_or_greedy
+from slipstream.worker.sample.draws import Draws, draws_or_greedy, unedited_draws
 from slipstream.worker.sample.logit_bias import LogitsProcessors
 from slipstream.worker.sample.logprobs import logprob_columns, read_columns, warm_up_logprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, NamedProcessors
@@ -109,7 +109,7 @@ class _EditedRows:
 @dataclass(slots=True)
 class _Composition:
     """Everything that stays the same while the same requests sample in the same order. is_judged: all rows are edited,
-    for somebody to look at their logits. draws: None if all are greedy, or if all rows are edited."""
+    for somebody to look at their logits. draws: of the unedited rows; None if they are greedy, or there are none."""
 
     requests: list[RequestState]
     is_judged: bool
@@ -226,7 +226,7 @@ class Sampler:
             return kept
         edited = self._compose_edited(requests, is_judged)
         are_all = edited is not None and edited.are_all
-        draws = None if are_all else draws_or_greedy(requests, self._device)
+        draws = None if are_all else unedited_draws(requests, self._device)
         special = () if self.draw_by_themselves(requests) else enumerate(requests)
         with_logprobs = [row for row, request in special if request.params.logprobs is not None]
         asking = [requests[row] for row in with_logprobs]
