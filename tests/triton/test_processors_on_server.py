@@ -36,7 +36,7 @@ def test_one_that_fails_is_internal_and_the_server_goes_on(llm_server: LlmServer
     assert status >= 400 and "the logits processor force failed: RuntimeError [INTERNAL]" in reply["error"]
     assert "tells of" not in reply["error"]
     assert ask(llm_server)[0] == 200
-    assert llm_server.metric("slipstream_logits_processor_seconds_count") > 0
+    assert llm_server.settled("slipstream_logits_processor_seconds_count") > 0
 
 
 def test_through_the_gateway(llm_server: LlmServer) -> None:
