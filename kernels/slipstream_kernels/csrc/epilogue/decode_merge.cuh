@@ -7,6 +7,14 @@
 
 namespace slipstream {
 
+// Adds one to a counter in global memory, and returns what it was. What the CTA wrote before the caller's last barrier is seen
+// by who counts later, behind a barrier of its own: one thread's fence in place of one of every thread.
+__device__ __forceinline__ int count_part(int32_t* counter) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Where the output of one segment goes.
 struct Destination {
   int num_parts;    // CTAs that share the unit; 1: straight to out
@@ -135,15 +143,13 @@ struct Merge {
   // The last CTA to arrive merges all parts, and leaves the counter at zero for the next launch.
   __device__ __forceinline__ void finish_shared_unit(const Segment& segment, const Destination& to) {
     __shared__ int is_last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      is_last = atomicAdd(p.arrivals + to.first_cta, 1) == to.num_parts - 1;
+      is_last = count_part(p.arrivals + to.first_cta) == to.num_parts - 1;
       if (is_last) p.arrivals[to.first_cta] = 0;
     }
     __syncthreads();
     if (!is_last) return;
-    __threadfence();
     constexpr int kQuads = SHAPE::kHeadDim / 4;
     for (int item = threadIdx.x; item < SHAPE::kRows * kQuads; item += SHAPE::kThreads) {
       merge_parts(segment, to, item / kQuads, item % kQuads * 4);

@@ -20,27 +20,50 @@
 
 namespace slipstream {
 
-// Lays the tile's rows of q out as operand fragments: [n][step][lane] pairs of registers, zero beyond rows and dims.
+// The rows of q of one tile, on their way from global memory to operand fragments.
 template <typename SHAPE>
-__device__ __forceinline__ void load_queries(const DecodeParams& p, const Segment& segment, uint2* fragments) {
-  using T = typename SHAPE::Output;
-  for (int item = threadIdx.x; item < SHAPE::kNumN * SHAPE::kSteps * 32; item += SHAPE::kThreads) {
-    const int lane = item % 32, step = item / 32 % SHAPE::kSteps, n = item / 32 / SHAPE::kSteps;
-    const int row = segment.row_tile * SHAPE::kRows + 8 * n + lane / 4;
-    const T* q = static_cast<const T*>(p.q) + (segment.work.start + row / p.group) * p.q_token_stride +
-                 (segment.kv_head * p.group + row % p.group) * p.q_head_stride;
-    float values[4];
+struct QueryRows {
+  using Value = typename SHAPE::Output;
+  static constexpr int kFragments = SHAPE::kNumN * SHAPE::kSteps * 32;
+  static constexpr int kItems = (kFragments + SHAPE::kThreads - 1) / SHAPE::kThreads;
+  Value values[kItems][4];
+
+  // Zeros beyond rows and dims.
+  __device__ __forceinline__ void load(const DecodeParams& p, const Segment& segment) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int dim = SHAPE::Format::query_dim(step, lane % 4, e / 2, e % 2);
-      const bool is_inside = row < segment.work.query_len * p.group && dim < SHAPE::kHeadDim;
-      values[e] = is_inside ? to_float(q[dim]) : 0.0f;
-      if constexpr (SHAPE::Format::kIsInteger) values[e] *= SHAPE::Format::query_factor(e / 2);
+    for (int i = 0; i < kItems; ++i) {
+      const int item = i * SHAPE::kThreads + threadIdx.x;
+      const int lane = item % 32, step = item / 32 % SHAPE::kSteps, n = item / 32 / SHAPE::kSteps;
+      const int row = segment.row_tile * SHAPE::kRows + 8 * n + lane / 4;
+      const Value* q = static_cast<const Value*>(p.q) + (segment.work.start + row / p.group) * p.q_token_stride +
+                       (segment.kv_head * p.group + row % p.group) * p.q_head_stride;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int dim = SHAPE::Format::query_dim(step, lane % 4, e / 2, e % 2);
+        const bool is_inside = item < kFragments && row < segment.work.query_len * p.group && dim < SHAPE::kHeadDim;
+        values[i][e] = is_inside ? q[dim] : Value(0.0f);
+      }
     }
-    using Operand = typename SHAPE::Operand;
-    fragments[item] = make_uint2(pack<Operand>(values[0], values[1]), pack<Operand>(values[2], values[3]));
   }
-}
+
+  // fragments: shared, [n][step][lane] pairs of registers.
+  __device__ __forceinline__ void store(uint2* fragments) const {
+    using Operand = typename SHAPE::Operand;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = i * SHAPE::kThreads + threadIdx.x;
+      float numbers[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        numbers[e] = to_float(values[i][e]);
+        if constexpr (SHAPE::Format::kIsInteger) numbers[e] *= SHAPE::Format::query_factor(e / 2);
+      }
+      if (item < kFragments) {
+        fragments[item] = make_uint2(pack<Operand>(numbers[0], numbers[1]), pack<Operand>(numbers[2], numbers[3]));
+      }
+    }
+  }
+};
 
 // Calls use(step, operand) for each product of 16 dims that the 16 tokens at `rows` feed.
 template <typename SHAPE, bool IS_VALUE, typename USE>
@@ -226,11 +249,25 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
   RowFacts<SHAPE::kNumN> facts;
   QueryOffsets<SHAPE> offsets;
   RowState<SHAPE> state;
-  Segment segment;
+  QueryRows<SHAPE> rows;
+  Segment segment, following;   // following: only where its queries are loaded early
+  bool is_more = false;
+  const auto load_early = [&] {
+    is_more = walk.advance(p, ends, following);
+    if (is_more) rows.load(p, following);
+  };
+  if constexpr (SHAPE::kLoadsQueriesEarly) load_early();
   int stage = 0, free_stage = SHAPE::kStages - 1;
 #pragma unroll 1
-  while (walk.advance(p, ends, segment)) {
-    load_queries<SHAPE>(p, segment, queries);
+  while (true) {
+    if constexpr (SHAPE::kLoadsQueriesEarly) {
+      if (!is_more) break;
+      segment = following;
+    } else {
+      if (!walk.advance(p, ends, segment)) break;
+      rows.load(p, segment);
+    }
+    rows.store(queries);
     facts.load(p, segment);
     state.clear();
     float scale = p.scale;
@@ -247,6 +284,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
       free_stage = stage;
       stage = stage + 1 == SHAPE::kStages ? 0 : stage + 1;
     }
+    if constexpr (SHAPE::kLoadsQueriesEarly) load_early();
     merge.write(state, segment, Destination(segment, share, cta));
   }
 }
