@@ -3,9 +3,10 @@
     python tests/bench/bench_sums.py --ranks 2 [--device cuda] [--kib 4,16,64,256,1024,4096] [--out sums.jsonl]
 
 `engine` is what a layer calls (worker/process_group.py); `library` is torch.distributed's all-reduce by NCCL, or by
-gloo on a CPU; `parts` is our own kernel where each rank sums a part for all, `one_shot` and `two_shot` are PyTorch's
-kernels, all over symmetric memory, which the GPUs must have. On GPUs
-many sums follow each other in a CUDA graph, as those of the layers do. A figure is the slowest rank's, in us of a sum.
+gloo on a CPU; `short`, `wide`, `short_parts` and `wide_parts` are the ways of our own kernel that the engine has, each
+up to its largest tensor, `one_shot` and `two_shot` are PyTorch's kernels, all over symmetric memory, which the GPUs
+must have. On GPUs many sums follow each other in a CUDA graph, as those of the layers do. A figure is the slowest
+rank's, in us of a sum.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from measures import emit, numbers  # noqa: E402
 from slipstream.nn.parallel import Parallel  # noqa: E402
 from slipstream.worker.hardware import Hardware  # noqa: E402
 from slipstream.worker.process_group import file_store, join, leave  # noqa: E402
+from slipstream_kernels.comm.cuda.rank_sum import RankSum, Way  # noqa: E402
 
 SUMS = 64  # that follow each other
 ROUNDS = 9
 Sum = Callable[[Tensor], Tensor]
 
 
-def ways(own: Hardware, largest: int) -> Iterator[tuple[str, Sum]]:
-    """largest: bytes of the largest tensor."""
+def ways(own: Hardware, largest: int) -> Iterator[tuple[str, Sum, int]]:
+    """With the bytes of the largest tensor that is summed so.  largest: of all."""
     collectives = own.parallel.collectives
     assert collectives is not None
-    yield "engine", collectives.sum
-    yield "library", _by_library
+    yield "engine", collectives.sum, largest
+    yield "library", _by_library, largest
     if own.device.type == "cuda":
-        yield "parts", partial(_in_parts, collectives)
+        own_sum = None if collectives.symmetric is None else collectives.symmetric.own  # type: ignore[attr-defined]
+        for way in () if own_sum is None else own_sum.ways:
+            name = ("wide" if way.is_wide else "short") + "_parts" * way.in_parts
+            yield name, partial(_by_way, own_sum, way), way.most_bytes
         yield from _by_symmetric_memory(own, largest)
 
 
@@ -53,19 +58,15 @@ def _by_library(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _in_parts(collectives: Any, tensor: Tensor) -> Tensor:
-    """As the engine does where the tensor is too large, or our kernel is not there."""
-    one = None if collectives.symmetric is None else collectives.symmetric.own
-    if one is None:
-        return _by_library(tensor)
-    whole_bytes, one.whole_bytes = one.whole_bytes, 0
+def _by_way(own: RankSum, way: Way, tensor: Tensor) -> Tensor:
+    ways, own.ways = own.ways, (way,)
     try:
-        return collectives.sum(tensor)  # type: ignore[no-any-return]
+        return own(tensor)
     finally:
-        one.whole_bytes = whole_bytes
+        own.ways = ways
 
 
-def _by_symmetric_memory(own: Hardware, largest: int) -> Iterator[tuple[str, Sum]]:
+def _by_symmetric_memory(own: Hardware, largest: int) -> Iterator[tuple[str, Sum, int]]:
     import torch.distributed._symmetric_memory as symmetric
 
     assert dist.group.WORLD is not None
@@ -83,8 +84,8 @@ def _by_symmetric_memory(own: Hardware, largest: int) -> Iterator[tuple[str, Sum
         torch.ops.symm_mem.two_shot_all_reduce_(own_part, "sum", group)
         return own_part.clone()
 
-    yield "one_shot", one_shot
-    yield "two_shot", two_shot
+    yield "one_shot", one_shot, largest
+    yield "two_shot", two_shot, largest
 
 
 def microseconds(add: Sum, tensor: Tensor) -> float:
@@ -122,8 +123,8 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
     own = Hardware(device, dtype, dtype, parallel)
     own = join(file_store(meeting, own), own, is_ordered=False)
     sizes = [kib << 10 for kib in arguments.kib]
-    for name, add in ways(own, max(sizes)):
-        for size in sizes:
+    for name, add, most in ways(own, max(sizes)):
+        for size in (size for size in sizes if size <= most):
             assert own.parallel.collectives is not None
             mine = torch.tensor([microseconds(add, torch.zeros(size // dtype.itemsize, dtype=dtype, device=device))])
             slowest = float(own.parallel.collectives.gather(mine.to(device)).max())

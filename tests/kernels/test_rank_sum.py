@@ -6,20 +6,30 @@ import pytest
 import torch
 from hopper import assert_compiles_well
 from slipstream_kernels.comm.cuda import rank_sum
-from slipstream_kernels.comm.cuda.rank_sum import RankSum, mailbox_bytes
+from slipstream_kernels.comm.cuda.rank_sum import RankSum, Way, mailbox_bytes
 
 MAX_BYTES = 1 << 18
-WHOLE_BYTES = 1 << 13  # above, each rank sums a part
+SHORT, PARTS = Way(1 << 13), Way(MAX_BYTES, in_parts=True)
+WIDE, WIDE_PARTS = Way(1 << 17, is_wide=True), Way(MAX_BYTES, is_wide=True, in_parts=True)
+WAYS = {
+    "short": (Way(MAX_BYTES),),
+    "short parts": (PARTS,),
+    "short, in parts": (SHORT, PARTS),
+    "wide": (Way(MAX_BYTES, is_wide=True),),
+    "wide parts": (WIDE_PARTS,),
+    "short, wide, in parts": (SHORT, WIDE, WIDE_PARTS),
+    "short, in parts, wide": (SHORT, Way(1 << 15, in_parts=True), Way(MAX_BYTES, is_wide=True)),
+}
 
 
 def make_ranks(
-    num_ranks: int, dtype: torch.dtype, device: torch.device, whole_bytes: int = WHOLE_BYTES
+    num_ranks: int, dtype: torch.dtype, device: torch.device, ways: tuple[Way, ...] = (SHORT, PARTS)
 ) -> tuple[list[RankSum], list[torch.Tensor]]:
     """The ranks, and their mailboxes, which must live as long."""
-    size = mailbox_bytes(num_ranks, whole_bytes, MAX_BYTES)
+    size = mailbox_bytes(num_ranks, ways)
     boxes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
     addresses = [box.data_ptr() for box in boxes]
-    return [RankSum(rank, addresses, whole_bytes, MAX_BYTES, dtype, device) for rank in range(num_ranks)], boxes
+    return [RankSum(rank, addresses, ways, dtype, device) for rank in range(num_ranks)], boxes
 
 
 def test_compiles_without_spills() -> None:
@@ -32,19 +42,42 @@ def test_refusal_says_why() -> None:
 
 
 def test_a_mailbox_holds_two_sums_of_either_way() -> None:
-    """16 bytes for each 8: of all ranks' tensors, or of parts of them and the sums."""
-    assert mailbox_bytes(4, 1 << 10, 1 << 10) == 2 * 2 * 4 * (1 << 10)
-    assert mailbox_bytes(4, 1 << 10, 1 << 12) == 2 * 2 * 2 * (1 << 12)
-    assert mailbox_bytes(3, 8, 80) == 2 * 16 * (3 * 4 + 10)
+    """16 bytes for each 8, or 128 for 120: of all ranks' tensors, or of parts of them and the sums. Short and wide
+    lines have a mailbox of their own each, as data of one lie where the other has its number."""
+    assert mailbox_bytes(4, [Way(1 << 10)]) == 2 * 2 * 4 * (1 << 10)
+    assert mailbox_bytes(4, [Way(1 << 10), Way(1 << 12, in_parts=True)]) == 2 * 2 * 2 * (1 << 12)
+    assert mailbox_bytes(2, [Way(1200, is_wide=True)]) == 2 * 2 * 10 * 128
+    parts = 2 * 3 * 32 * 16 + 2 * 128 * 2  # of one warp's units each
+    assert mailbox_bytes(3, [Way(240, is_wide=True, in_parts=True)]) == parts
+    both = mailbox_bytes(2, [Way(1 << 10), Way(1200, is_wide=True)])
+    assert both == mailbox_bytes(2, [Way(1 << 10)]) + mailbox_bytes(2, [Way(1200, is_wide=True)])
+
+
+def test_wide_lines_begin_at_their_size() -> None:
+    """Behind short ones of whatever number: what a copy of 128 bytes across two lines brought would come in two."""
+    for most in (8, 24, 1000):
+        short = mailbox_bytes(3, [Way(most)])
+        behind = mailbox_bytes(3, [Way(most), Way(240, is_wide=True)]) - mailbox_bytes(3, [Way(240, is_wide=True)])
+        assert behind >= short and behind % 128 == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_parts_are_of_whole_warps_and_cover_all(num_ranks: int) -> None:
+    for is_wide in (False, True):
+        way = Way(1 << 20, is_wide, in_parts=True)
+        for num_bytes in (8, 1000, 120 * 8, 1 << 17, 1 << 20):
+            part = way.part(num_bytes, num_ranks)
+            assert part % 32 == 0 and part * num_ranks >= way.units(num_bytes)
+            assert num_ranks * part + way.units(num_bytes) <= way.side_units(num_ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("whole_bytes", [MAX_BYTES, WHOLE_BYTES, 256], ids=["whole", "both", "parts"])
-def test_every_rank_has_the_sum(hopper: torch.device, whole_bytes: int, num_ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ways", WAYS)
+def test_every_rank_has_the_sum(hopper: torch.device, ways: str, num_ranks: int, dtype: torch.dtype) -> None:
     """To the bit, added in fp32 in the order of ranks. Each rank has many sums of changing sizes before it, whole and
     in parts: what lies in mailboxes from earlier ones is not taken, and a rank may be one ahead."""
-    ranks, boxes = make_ranks(num_ranks, dtype, hopper, whole_bytes)
+    ranks, boxes = make_ranks(num_ranks, dtype, hopper, WAYS[ways])
     streams = [torch.cuda.Stream() for _ in ranks]
     most = MAX_BYTES // dtype.itemsize
     sizes = (8, most, 24, 4096, 4096, most, 1000, 16384, 8, 8, 64, most)
@@ -66,10 +99,11 @@ def test_every_rank_has_the_sum(hopper: torch.device, whole_bytes: int, num_rank
     assert len(boxes) == num_ranks
 
 
-@pytest.mark.parametrize("size", [4096, 8192], ids=["whole", "parts"])
-def test_graphs_of_sums(hopper: torch.device, size: int) -> None:
+@pytest.mark.parametrize("ways", ["short, in parts", "short, wide, in parts"])
+@pytest.mark.parametrize("size", [4096, 8192, 1 << 17])
+def test_graphs_of_sums(hopper: torch.device, size: int, ways: str) -> None:
     """Captured once, replayed with other numbers, between sums that are not captured."""
-    ranks, _boxes = make_ranks(2, torch.bfloat16, hopper)
+    ranks, _boxes = make_ranks(2, torch.bfloat16, hopper, WAYS[ways])
     parts = [torch.empty(size, dtype=torch.bfloat16, device=hopper) for _ in ranks]
     streams, graphs, totals = [torch.cuda.Stream() for _ in ranks], [], []
     for one, part, stream in zip(ranks, parts, streams):

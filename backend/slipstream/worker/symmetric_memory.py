@@ -1,6 +1,6 @@
-"""Sums of small tensors over the GPUs of one host, which read and write each other's memory.
+"""Sums of tensors over the GPUs of one host, which read and write each other's memory.
 
-The smallest by our own kernel (slipstream_kernels/comm), those above by PyTorch's. Over PyTorch's symmetric memory, a
+By our own kernel (slipstream_kernels/comm) up to some size, above by PyTorch's. Over PyTorch's symmetric memory, a
 private module that only this file knows. Engine thread.
 """
 
@@ -14,16 +14,27 @@ import torch
 import torch.distributed as dist
 from slipstream_kernels.comm.cuda import rank_sum
 from slipstream_kernels.comm.cuda.rank_sum import RankSum
+from slipstream_kernels.comm.cuda.rank_sum import Way as OwnWay
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 # Bytes of a tensor up to which each way is the fastest, by number of ranks; above all of them it is NCCL's. Measured
 # with two and four (docs/measurements/several-gpus.md).
-WHOLE_BYTES = {2: 1 << 20, 3: 1 << 17, 4: 1 << 17}  # our own kernel, every rank sums all
-WHOLE_BYTES_BEYOND = 1 << 16
-OWN_BYTES = {2: 1 << 21, 3: 1 << 20, 4: 1 << 20}  # our own kernel, each rank sums a part for all
-OWN_BYTES_BEYOND = 1 << 16
+OWN_WAYS = {
+    2: (OwnWay(1 << 20), OwnWay(1 << 21, in_parts=True)),
+    3: (OwnWay(1 << 17), OwnWay(1 << 20, in_parts=True)),
+    4: (OwnWay(1 << 17), OwnWay(1 << 20, in_parts=True)),
+}
+OWN_WAYS_BEYOND = (OwnWay(1 << 16),)
+# The same where NVLink joins all ranks' GPUs. With two measured; with three and four only whole lines took the place of
+# halves, at the same sizes, and of PyTorch's kernel up to 4 MiB.
+_LINKED_FEW = (OwnWay(1 << 17, is_wide=True), OwnWay(1 << 22, is_wide=True, in_parts=True))
+LINKED_WAYS = {
+    2: (OwnWay(1 << 22, is_wide=True), OwnWay(1 << 24, is_wide=True, in_parts=True)),
+    3: _LINKED_FEW,
+    4: _LINKED_FEW,
+}
 ONE_SHOT_BYTES = {2: 1 << 19, 3: 1 << 19, 4: 1 << 19}  # each rank reads what all others have; without our kernel
 ONE_SHOT_BYTES_BEYOND = 1 << 18
 TWO_SHOT_BYTES = 1 << 24  # each rank sums a part, which the others read
@@ -38,16 +49,17 @@ Way = Callable[[Tensor], Tensor]
 class SymmetricSum:
     """Memory that every rank can read and write, after all of them have called `connect` at once."""
 
-    def __init__(self, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rank: int, num_ranks: int, is_linked: bool, dtype: torch.dtype, device: torch.device) -> None:
+        """is_linked: whether NVLink joins the GPUs of all ranks."""
         import torch.distributed._symmetric_memory as symmetric
 
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        ways = OWN_WAYS.get(num_ranks, OWN_WAYS_BEYOND)
+        self._ways = LINKED_WAYS.get(num_ranks, ways) if is_linked else ways
         self._one_shot_bytes = ONE_SHOT_BYTES.get(num_ranks, ONE_SHOT_BYTES_BEYOND)
-        whole_bytes = WHOLE_BYTES.get(num_ranks, WHOLE_BYTES_BEYOND)
-        self._own_bytes = whole_bytes, OWN_BYTES.get(num_ranks, OWN_BYTES_BEYOND)
         self._buffer: Tensor = symmetric.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        mailbox_bytes = rank_sum.mailbox_bytes(num_ranks, *self._own_bytes)
+        mailbox_bytes = rank_sum.mailbox_bytes(num_ranks, self._ways)
         self._mailbox: Tensor = symmetric.empty(mailbox_bytes, dtype=torch.uint8, device=device)
         self._mailbox.zero_()
         torch.cuda.synchronize(device)  # before another rank learns where it is
@@ -68,7 +80,7 @@ class SymmetricSum:
 
     def use_own(self) -> None:
         """After `connect`, by all ranks or by none."""
-        self.own = RankSum(self._rank, self._mailboxes, *self._own_bytes, self._buffer.dtype, self._device)
+        self.own = RankSum(self._rank, self._mailboxes, self._ways, self._buffer.dtype, self._device)
 
     def way_of(self, tensor: Tensor) -> Way | None:
         """What sums such a tensor, of every rank the same; None: NCCL should. Can be captured in a CUDA graph.
@@ -107,8 +119,9 @@ def symmetric_sum(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     global _has_met
     found, reason = None, "this process has had other ranks" if _has_met else "another rank cannot"
+    is_linked = all_agree(_is_linked(rank, num_ranks, dtype, device))
     try:
-        found = None if _has_met else SymmetricSum(rank, num_ranks, dtype, device)
+        found = None if _has_met else SymmetricSum(rank, num_ranks, is_linked, dtype, device)
     except (RuntimeError, ImportError) as error:
         reason = str(error).splitlines()[0]
     is_there = all_agree(found is not None)  # a rank without a buffer would leave the others in `connect`
@@ -128,3 +141,11 @@ def symmetric_sum(
     else:
         logger.info("small sums over ranks by PyTorch's kernel: %s", refusal or "another rank has not ours")
     return found
+
+
+def _is_linked(rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether NVLink joins this rank's GPU to those of all others, its neighbours."""
+    if rank_sum.refusal(device, dtype, num_ranks) is not None:
+        return False
+    first = (device.index or 0) - rank
+    return all(rank_sum.are_linked(device, torch.device("cuda", first + other)) for other in range(num_ranks))

@@ -1,9 +1,10 @@
-"""Sums of small tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over NVLink or two."""
+"""Sums of tensors over the GPUs of one host, by sm90_rank_sum.cu: one kernel, one trip over the links or two."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +16,9 @@ from slipstream_kernels.dependent_launch import launches_dependently
 SOURCE = "sm90_rank_sum.cu"
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_RANKS = 8
-PACK_BYTES, LINE_BYTES = 8, 16
+PACK_BYTES, UNIT_BYTES = 8, 16
+LINE_PACKS, LINE_UNITS = 15, 8  # of a wide line of 128 bytes
+WARP = 32
 
 
 class RankSumParams(ctypes.Structure):
@@ -24,7 +27,7 @@ class RankSumParams(ctypes.Structure):
     _fields_ = [
         *fields(("partial", "total", "counters")),
         ("mailboxes", ctypes.c_void_p * MAX_RANKS),
-        *fields((), ("side_lines", "num_packs", "part"), ("rank", "num_ranks", "is_dependent")),
+        *fields((), ("side_units", "num_packs", "num_units", "part"), ("rank", "num_ranks", "is_wide", "is_dependent")),
     ]
 
 
@@ -47,42 +50,77 @@ def variants() -> list[tuple[str, ...]]:
     return [defines(dtype) for dtype in TYPES]
 
 
-def mailbox_bytes(num_ranks: int, whole_bytes: int, max_bytes: int) -> int:
-    """Size of each rank's mailbox. whole_bytes, max_bytes: see RankSum."""
-    return 2 * _side_lines(num_ranks, whole_bytes, max_bytes) * LINE_BYTES
+@dataclass(frozen=True)
+class Way:
+    """How tensors of up to `most_bytes` are summed, and more than the way before it takes.
+
+    is_wide: lines of 128 bytes, which NVLink delivers as a whole (are_linked); else of 16.  in_parts: each rank sums a
+    part for all, in two trips over the links, of less; else every rank sums all.
+    """
+
+    most_bytes: int
+    is_wide: bool = False
+    in_parts: bool = False
+
+    def units(self, num_bytes: int) -> int:
+        """Of 16 bytes, that hold a tensor."""
+        packs = num_bytes // PACK_BYTES
+        return -(-packs // LINE_PACKS) * LINE_UNITS if self.is_wide else packs
+
+    def part(self, num_bytes: int, num_ranks: int) -> int:
+        """Units that a rank sums for all; 0: every rank sums all."""
+        return -(-self.units(num_bytes) // (num_ranks * WARP)) * WARP if self.in_parts else 0
+
+    def side_units(self, num_ranks: int) -> int:
+        """Of a mailbox, for one sum of whatever size."""
+        part, units = self.part(self.most_bytes, num_ranks), self.units(self.most_bytes)
+        return num_ranks * part + units if self.in_parts else num_ranks * units
 
 
-def _side_lines(num_ranks: int, whole_bytes: int, max_bytes: int) -> int:
-    """Lines of one sum, of whatever size."""
-    num_packs = max_bytes // PACK_BYTES
-    in_parts = num_ranks * -(-num_packs // num_ranks) + num_packs
-    return max(num_ranks * (whole_bytes // PACK_BYTES), in_parts if max_bytes > whole_bytes else 0)
+def are_linked(device: torch.device, other: torch.device) -> bool:
+    """Whether NVLink joins two GPUs of this process.  Raises KernelBuildError where `refusal` gives a reason."""
+    if device.index == other.index:
+        return True
+    linked: int = load(SOURCE, defines(torch.float32)).slipstream_are_linked(device.index, other.index)
+    return linked == 1
+
+
+def mailbox_bytes(num_ranks: int, ways: Sequence[Way]) -> int:
+    """Size of each rank's mailbox."""
+    return 2 * UNIT_BYTES * sum(_sides(num_ranks, ways))
+
+
+def _sides(num_ranks: int, ways: Iterable[Way]) -> tuple[int, int]:
+    """Units of a side of the mailbox of short lines and of that of wide ones, behind it."""
+    sizes = [(way.is_wide, way.side_units(num_ranks)) for way in ways]
+    short, wide = (max((units for is_wide, units in sizes if is_wide == kind), default=0) for kind in (False, True))
+    return -(-short // LINE_UNITS) * LINE_UNITS, wide  # lines of 128 bytes begin at a multiple of that
 
 
 class RankSum:
     """One rank's side of the sums of ranks that all make the same ones in the same order.
 
-    whole_bytes: of the largest tensor that every rank sums whole; above, each sums a part for all, in two trips over
-    NVLink, of less. All ranks may lower it between the same two sums."""
+    ways: from the smallest tensors to the largest.  All ranks may leave out some between the same two sums."""
 
     def __init__(
-        self,
-        rank: int,
-        mailboxes: Sequence[int],
-        whole_bytes: int,
-        max_bytes: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rank: int, mailboxes: Sequence[int], ways: Sequence[Way], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """mailboxes: address of each rank's, as `device` sees it: mailbox_bytes, zero before any rank's first sum.
-        max_bytes: of the largest tensor.  Raises KernelBuildError where `refusal` gives a reason."""
-        self.whole_bytes, self.max_bytes, self._dtype, self._device = whole_bytes, max_bytes, dtype, device
-        self._rank, self._mailboxes = rank, (ctypes.c_void_p * MAX_RANKS)(*mailboxes)
-        self._num_ranks = len(mailboxes)
-        self._side_lines = _side_lines(self._num_ranks, whole_bytes, max_bytes)
+        """mailboxes: address of each rank's, as `device` sees it, a multiple of 128: mailbox_bytes, zero before any
+        rank's first sum.  Raises KernelBuildError where `refusal` gives a reason."""
+        self.ways, self._dtype, self._device = tuple(ways), dtype, device
+        self._rank, self._num_ranks = rank, len(mailboxes)
+        self._sides = _sides(self._num_ranks, ways)
+        behind_short = 2 * UNIT_BYTES * self._sides[0]
+        addresses = ([address + offset for address in mailboxes] for offset in (0, behind_short))
+        self._mailboxes = tuple((ctypes.c_void_p * MAX_RANKS)(*each) for each in addresses)
         self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         self._library = load(SOURCE, defines(dtype))
         self._is_dependent = launches_dependently(device)
+
+    @property
+    def max_bytes(self) -> int:
+        """Of the largest tensor."""
+        return max((way.most_bytes for way in self.ways), default=0)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         is_whole = tensor.is_contiguous() and tensor.nbytes % PACK_BYTES == 0 and tensor.data_ptr() % PACK_BYTES == 0
@@ -92,18 +130,21 @@ class RankSum:
         """A new tensor: the ranks' sum in fp32, in their order, rounded. Waits on the GPU for all ranks.
 
         Can be captured in a CUDA graph."""
-        total, num_packs = torch.empty_like(partial), partial.nbytes // PACK_BYTES
+        total, num_bytes = torch.empty_like(partial), partial.nbytes
+        way = next(way for way in self.ways if num_bytes <= way.most_bytes)
         params = RankSumParams(
             partial=partial.data_ptr(),
             total=total.data_ptr(),
             counters=self._counters.data_ptr(),
-            mailboxes=self._mailboxes,
-            side_lines=self._side_lines,
-            num_packs=num_packs,
-            part=0 if partial.nbytes <= self.whole_bytes else -(-num_packs // self._num_ranks),
+            mailboxes=self._mailboxes[way.is_wide],
+            side_units=self._sides[way.is_wide],
+            num_packs=num_bytes // PACK_BYTES,
+            num_units=way.units(num_bytes),
+            part=way.part(num_bytes, self._num_ranks),
             rank=self._rank,
             num_ranks=self._num_ranks,
             is_dependent=self._is_dependent,
+            is_wide=way.is_wide,
         )
         launch("rank_sum", self._library, params, self._device)
         return total
