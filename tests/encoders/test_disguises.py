@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,3 +64,24 @@ def test_letters_one_by_one_are_words() -> None:
     start = time.perf_counter()
     joined_letters("a b c dd " * 20_000 + "a " * 100_000 + "- " * 50_000)
     assert time.perf_counter() - start < 5, "in linear time"
+
+
+@pytest.mark.parametrize("marks", ["\u0300\u0316", "\u0300\uff9e", "\u0300\u0f73", "\u0301\u0334"])
+def test_marks_behind_a_letter_take_no_square_of_their_number(marks: str) -> None:
+    """Of two kinds, each of the second kind is sorted before all of the first."""
+    start = time.process_time()
+    read = as_read("a" + marks[0] * 50_000 + marks[1] * 50_000 + "b")
+    assert time.process_time() - start < 1, "10 s, where all of them are sorted"
+    assert read[-1] == "b" and len(read) < 100
+
+
+def test_no_mark_is_left_out_of_those_in_a_row() -> None:
+    for number in range(0x300, sys.maxunicode + 1):
+        char = chr(number)
+        if unicodedata.combining(unicodedata.normalize("NFKD", char)[0]):
+            assert len(as_read("a" + char * 1000)) < 100, hex(number)
+
+
+def test_accents_of_a_letter_stay() -> None:
+    text = "Vie\u0323\u0302t Nam " + "a" + "\u0316\u0300" * 15 + "!"
+    assert as_read(text) == unicodedata.normalize("NFKC", text)

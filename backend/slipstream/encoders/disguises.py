@@ -1,7 +1,8 @@
 """A text as a reader, or an LLM, takes it: without the disguises of letters that an encoder would not know.
 
 An encoder reads a full-width, mathematical or look-alike letter as an unknown token, and unknown tokens are harmless.
-Pure functions. Sources: Unicode Standard Annex 15 (NFKC), Technical Standard 39 (confusables, a part of them).
+Pure functions. Sources: Unicode Standard Annex 15 (NFKC, and section 13: marks in a row), Technical Standard 39
+(confusables, a part of them).
 """
 
 from __future__ import annotations
@@ -14,16 +15,27 @@ _LOOK_ALIKES = str.maketrans(
     "аеорсухіјѕһԁԛԝνοαιρκτυАВЕКМНОРСТУХІЈЅΑΒΕΖΗΙΚΜΝΟΡΤΥΧ",
     "aeopcyxijshdqwvoaipktuABEKMHOPCTYXIJSABEZHIKMNOPTYX",
 )
+_MAX_MARKS = 30  # in a row, as in Unicode's Stream-Safe Text Format
 _LATIN = re.compile(r"[A-Za-z]")
 _WORD = re.compile(r"\w+")
 _SPACED = re.compile(r"(?<!\w)(?:\w[ .\-_*]){3,}\w(?!\w)")  # at least four letters, one by one
+
+
+def _marks() -> str:
+    """All characters that are sorted among others behind a letter, or stand for such ones: accents, vowel signs."""
+    letters = map(chr, range(0x300, 0x1F000))
+    return "".join(c for c in letters if unicodedata.combining(unicodedata.normalize("NFKD", c)[0]))
+
+
+_LONG_MARKS = re.compile(f"([{_marks()}]{{{_MAX_MARKS}}})[{_marks()}]+")
 
 
 def as_read(text: str) -> str:
     """In NFKC, without characters that show nothing, and with Latin letters in place of look-alikes among them."""
     if text.isascii():
         return text
-    plain = unicodedata.normalize("NFKC", text)
+    # Python sorts the marks of a letter by insertion: 200,000 of them would take 40 s
+    plain = unicodedata.normalize("NFKC", _LONG_MARKS.sub(r"\1", text))
     plain = "".join(c for c in plain if unicodedata.category(c) != "Cf" and c not in _BLANKS)
     return _WORD.sub(lambda word: _unmixed(word[0]), plain)
 
