@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 import toy_tokenizers
@@ -231,3 +233,12 @@ def test_long_random_streams_agree_with_the_library() -> None:
         deltas = stream(tokenizer, prompt, output, [1, 1, 3])
         assert "".join(deltas) == whole(tokenizer, prompt, output)
         assert not any(REPLACEMENT in delta for delta in deltas)
+
+
+def test_many_long_tokens_take_no_square_of_their_number() -> None:
+    """postprocessing decodes an answer of all tokens at once, and those of other requests behind it."""
+    table = build_token_table({"\u0120" * 128: 0}, {"type": "ByteLevel"}, ())
+    start = time.process_time()
+    text = decode_after(SimpleNamespace(token_table=table), [], [0] * 131_072)
+    assert time.process_time() - start < 2, "20 s and more, where the text is copied with each token"
+    assert text == " " * 128 * 131_072

@@ -76,11 +76,8 @@ class ByteLevelDetokenizer:
             piece = _piece(pieces, token_ids[0])
             if piece.__class__ is str:
                 return piece  # type: ignore[return-value]
-        data = self._pending
-        for token_id in token_ids:
-            piece = _piece(pieces, token_id)
-            if piece:
-                data += piece if isinstance(piece, bytes) else piece.encode("utf-8")
+        found = [_piece(pieces, token_id) for token_id in token_ids]
+        data = self._pending + b"".join(_bytes(piece) for piece in found if piece)
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         self.is_pending = used < len(data)
@@ -290,5 +287,9 @@ def _last_bytes(pieces: list[str | bytes | None], token_ids: Sequence[int]) -> b
         position -= 1
         piece = _piece(pieces, token_ids[position])
         if piece:
-            data = (piece if isinstance(piece, bytes) else piece.encode("utf-8")) + data
+            data = _bytes(piece) + data
     return data
+
+
+def _bytes(piece: str | bytes) -> bytes:
+    return piece if isinstance(piece, bytes) else piece.encode("utf-8")
