@@ -242,3 +242,17 @@ def test_many_long_tokens_take_no_square_of_their_number() -> None:
     text = decode_after(SimpleNamespace(token_table=table), [], [0] * 131_072)
     assert time.process_time() - start < 2, "20 s and more, where the text is copied with each token"
     assert text == " " * 128 * 131_072
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_tokens_without_text_are_no_context(name: str, data: st.DataObject) -> None:
+    """They go with each response of a stream, and a prompt may be full of them."""
+    tokenizer = TOKENIZERS[name]
+    some = st.one_of(st.sampled_from(sorted(tokenizer.special_ids)), st.integers(0, tokenizer.vocab_size + 2))
+    prompt = [*data.draw(st.lists(some, max_size=8)), *[min(tokenizer.special_ids)] * 50_000]
+    output = data.draw(st.lists(some, min_size=1, max_size=6))
+    context = context_token_ids(tokenizer, prompt)
+    assert len(context) <= 8
+    assert decode_after(tokenizer, context, output) == decode_after(tokenizer, prompt, output)

@@ -245,23 +245,21 @@ def decode_after(
 
 
 def context_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
-    """The shortest suffix of token_ids that gives `decode_after` the same result as all of them."""
+    """The last of token_ids that have text: as many as give `decode_after` the same result as all of them. Each
+    response of a stream has them, so those without text, of which a prompt may be full, are left out."""
     table = tokenizer.token_table
     if table is None:
         return _window(tokenizer, token_ids, skip_special_tokens)
-    pieces = table.select(skip_special_tokens)
-    start, num_bytes = len(token_ids), 0
-    while start > 0:
-        start -= 1
-        piece = _piece(pieces, token_ids[start])
-        if not piece:
+    pieces, found, num_bytes = table.select(skip_special_tokens), list[int](), 0
+    for token_id in reversed(token_ids):
+        piece = _piece(pieces, token_id)
+        if piece is None or (not piece and token_id in found[-1:]):
             continue
-        if isinstance(piece, str):
-            break
+        found.append(token_id)
         num_bytes += len(piece)
-        if num_bytes >= (_MAX_CONTEXT_BYTES if table.has_byte_fallback else 4):
+        if (piece and isinstance(piece, str)) or num_bytes >= (_MAX_CONTEXT_BYTES if table.has_byte_fallback else 4):
             break
-    return list(token_ids[start:])
+    return found[::-1]
 
 
 def _window(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
