@@ -256,3 +256,26 @@ def test_tokens_without_text_are_no_context(name: str, data: st.DataObject) -> N
     context = context_token_ids(tokenizer, prompt)
     assert len(context) <= 8
     assert decode_after(tokenizer, context, output) == decode_after(tokenizer, prompt, output)
+
+
+class CountedDecodes(WithoutTable):
+    """num_tokens: decoded so far."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.num_tokens = 0
+
+        def decode(token_ids: list[int], skip_special_tokens: bool = True) -> str:
+            self.num_tokens += len(token_ids)
+            return tokenizer.decode(token_ids, skip_special_tokens)
+
+        self.decode = decode
+
+
+def test_windows_of_what_is_no_text_take_no_square_of_its_length() -> None:
+    """No suffix of bytes that continue a character begins at a whole one; a skipped token never leaves the window."""
+    continuing = BYTE_LEVEL.token_table.pieces.index(b"\x80")
+    for prompt, output in ([continuing] * 5_000, [continuing] * 20), ([7], [min(BYTE_LEVEL.special_ids)] * 5_000):
+        tokenizer = CountedDecodes(BYTE_LEVEL)
+        text = "".join(stream(tokenizer, prompt, output, [1]))
+        assert text.strip(REPLACEMENT) == ""
+        assert tokenizer.num_tokens < 200_000

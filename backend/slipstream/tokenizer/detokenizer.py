@@ -220,6 +220,7 @@ class WindowDetokenizer:
     def _take(self, text: str, num_taken: int) -> str:
         delta = text[self._base :]
         if not delta:  # only skipped special tokens: they give no context, so the window stays
+            self._new_ids = self._new_ids[-_WINDOW_TOKENS:]
             return ""
         self._window = self._new_ids[:num_taken]  # begins at a whole character
         self._new_ids = self._new_ids[num_taken:]
@@ -263,13 +264,16 @@ def context_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], skip_speci
 
 
 def _window(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The shortest suffix of at least _WINDOW_TOKENS that begins at a whole character and decodes to some text."""
+    """A suffix of at least _WINDOW_TOKENS that begins at a whole character and decodes to some text.
+
+    A character has four tokens at most. What begins with U+FFFD for longer is none, and looked through in larger steps.
+    """
     size = _WINDOW_TOKENS
     while size < len(token_ids):
         text = tokenizer.decode(token_ids[-size:], skip_special_tokens)
         if text and not text.startswith(REPLACEMENT):
             break
-        size += 1 if text else size
+        size += 1 if text and size < 2 * _WINDOW_TOKENS else size
     return list(token_ids[-size:])
 
 
