@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.server.reasoning import ThinkParser
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, JsonCall, Reasoning
 from slipstream.server.tools.lists import ListParser, MistralParser
 from slipstream.server.tools.marked import may_be_text
@@ -260,3 +262,30 @@ def test_arguments_are_read_by_strings_and_not_by_characters(monkeypatch: pytest
             events += call.feed(piece)[0]
         assert call.is_done and json.loads("".join(event.text for event in events[1:])) == lines
         assert len(taken) < len(text) / 4
+
+
+_BEFORE = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {}}',
+    "llama3": '{"name": "f", "parameters": {}}',
+    "mistral": "[TOOL_CALLS]",
+    "qwen3_coder": "<tool_call>\n<function=typed>",
+    "glm45": "<tool_call>typed\n",
+    "kimi_k2": KS + "functions.f:0" + KA,
+    "deepseek_v31": f"{DS}f{SEP}{{}}",
+    "minimax_m2": '<invoke name="typed">\n',
+    "granite": "<|tool_call|>",
+    "pythonic": "<|python_start|>",
+}
+
+
+@pytest.mark.parametrize("name", ["think", *FORMATS])
+def test_white_space_without_end_costs_time_by_its_length_alone(name: str) -> None:
+    """A token may be 128 spaces, and a model may repeat it until its answer is full."""
+    for before in ("", _BEFORE.get(name, "")):
+        parser = ThinkParser(False, None) if name == "think" else of(name)()
+        events, start = parser.feed(before), time.process_time()
+        for _ in range(16_000):
+            events += parser.feed(" " * 128)
+        assert time.process_time() - start < 1.5, "3 to 50 s, where all of it is looked at again"
+        events += [*parser.feed("x"), *parser.finish()]
+        assert all(isinstance(event, (Content, CallStart, CallArguments)) for event in events)

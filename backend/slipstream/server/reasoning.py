@@ -147,6 +147,7 @@ class ThinkParser:
         if not self._has_begun:
             start = self._text.lstrip()
             if BEGIN.startswith(start):  # not all of it yet
+                self._text = start
                 return []
             self._has_begun = True
             if not start.startswith(BEGIN):

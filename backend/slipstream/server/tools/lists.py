@@ -68,7 +68,7 @@ class ListParser(SteppingParser):
         mark, rest = read_up_to_any((*self._marks, *self._idle), self._text, events)
         if mark in self._marks:
             start = rest.lstrip()
-            if start and not start.startswith("["):
+            if (start and not start.startswith("[")) or len(rest) - len(start) > MAX_HEAD:
                 events.append(Content(mark))
             elif not start:  # what follows decides
                 self._text = mark + rest
@@ -112,7 +112,7 @@ class MistralParser(SteppingParser):
             self._reader = CallList(self.mark)
             return True
         head, brace, _ = text.partition("{")
-        if len(head) > MAX_HEAD:
+        if len(self._text) - len(text) + len(head) > MAX_HEAD:
             events.append(Content(self.mark))
             self._is_calling = False
             return True
@@ -151,7 +151,7 @@ class PythonicParser:
         self._text += text
         start = self._text.lstrip().removeprefix(self.begin).lstrip()
         if not start or self.begin.startswith(start):
-            return []
+            return self._give_up() if len(self._text) > MAX_HEAD else []
         if not start.startswith("["):
             return self._give_up()
         inner = start[1:].lstrip()

@@ -158,6 +158,8 @@ class XmlParser(SteppingParser):
         return True
 
     def _read_parameter(self, events: list[Event]) -> bool:
+        if self._text[:1].isspace():  # what stands between parameters, perhaps until the answer is full
+            self._text, self._num_searched = self._text.lstrip(), 0
         if found := self._marks.end.match(self._text):
             events.append(CallArguments("}" if self._num_parameters else "{}"))
             self._is_calling, self._name, self._text = False, "", self._text[found.end() :]

@@ -30,13 +30,14 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def held_back(text: str, mark: str) -> int:
-    """Length of the suffix of `text` that may begin `mark`, including white space before it."""
+    """Length of the suffix of `text` that may begin `mark`, including white space before it, which a model may write
+    until its answer is full: MAX_HEAD characters of that."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             break
     else:
         length = 0
-    body = text[: len(text) - length]
+    body = text[max(0, len(text) - length - MAX_HEAD) : len(text) - length]
     return length + len(body) - len(body.rstrip())
 
 
@@ -109,7 +110,7 @@ class HermesParser(SteppingParser):
             start = self._text.lstrip()
             if self.end.startswith(start):  # not all of it yet
                 self._is_behind_call = start != self.end
-                self._text = self._text if self._is_behind_call else ""
+                self._text = start if self._is_behind_call else ""
                 return False
             self._is_behind_call, self._text = False, start.removeprefix(self.end)
         is_found, self._text = read_up_to(self.begin, self._text, events)
@@ -155,7 +156,8 @@ class Llama3Parser:
         if self._call is None:
             start = self._text.lstrip(" \t\r\n;," if self._calls else " \t\r\n").removeprefix(self.mark).lstrip()
             if not start or self.mark.startswith(start):
-                return False
+                self._text = self._text[-MAX_HEAD:] if self._calls else self._text
+                return len(self._text) > MAX_HEAD and self._give_up(events, self._text)
             if not start.startswith("{"):
                 return self._give_up(events, self._text)
             self._call, self._text = JsonCall(), start
