@@ -1,4 +1,4 @@
-"""Large requests wait for a thread of their own: in order, within bounds, and deaf to nothing."""
+"""Large requests wait for a thread of their own: in an order, within bounds, and deaf to nothing."""
 
 from __future__ import annotations
 
@@ -71,6 +71,21 @@ def test_they_are_read_in_order(steps: Steps) -> None:
     steps.go.set()
     assert pool.wait_empty(30) and pool.is_empty
     assert steps.delivered == [1, 5, 3, 4] and not steps.ended
+
+
+def test_short_ones_are_read_before_long_ones_that_came_a_little_earlier(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some that take seconds each would hold up all that come after them; and none waits for ever."""
+    pool, now = start(steps, max_bytes=1 << 30), time.monotonic()
+    sent = [(0.0, 2, 8 << 20), (0.1, 3, 8 << 20), (0.2, 4, 9000), (7.0, 5, 1 << 20), (8.0, 6, 9000), (8.1, 7, 1 << 20)]
+    for seconds, handle, size in sent:
+        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+        pool.put(large(handle, size), None)
+    monkeypatch.undo()
+    steps.go.set()
+    assert pool.wait_empty(30)
+    assert steps.delivered == [1, 4, 2, 5, 6, 3, 7]
 
 
 def test_a_cancel_is_heard_at_once_while_a_request_waits_and_after_it_was_read(steps: Steps) -> None:

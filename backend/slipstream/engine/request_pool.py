@@ -1,8 +1,9 @@
 """Large requests are read on a thread of their own: encoding a megabyte of text takes about half a second.
 
 The input thread queues large requests here and continues; small requests it reads itself. One worker thread reads them
-in the order of arrival; encoding releases the GIL, so that engine and output threads run meanwhile. A waiting request
-can be cancelled or expire; one that is being read can be cancelled.
+in order of arrival, but shorter ones before longer ones that came a little earlier: READING_BYTES_PER_S bytes count as
+one second of later arrival. Encoding releases the GIL, so that engine and output threads run meanwhile. A waiting
+request can be cancelled or expire; one that is being read can be cancelled.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 import sys
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from slipstream.core.request import FinishReason
 from slipstream.protocol import wire
 
 MAX_INLINE_BYTES = 8192  # of a request that the socket's own thread reads: at most some 8 ms
+READING_BYTES_PER_S = 1 << 20  # about as many are read
 
 
 def num_bytes(raw: wire.Request) -> int:
@@ -45,10 +46,13 @@ class RequestHandler(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
+    """order: the lowest is read first."""
+
     raw: wire.Request
     known: Any
     deadline: float
     num_bytes: int
+    order: float
     is_cancelled: bool = False
 
 
@@ -63,7 +67,7 @@ class RequestPool:
         self._max_requests = max(1, max_requests)  # the one that is read next is here too, though no other may wait
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by handle, the one being read included
+        self._entries: dict[int, _Entry] = {}  # by handle, the one being read included
         self._reading = -1
         self._is_delivering = False  # the one being read
         self._changed = threading.Condition()
@@ -84,7 +88,8 @@ class RequestPool:
                     f"{len(self._entries)} requests of {self._num_bytes} bytes wait to be tokenised, this has {size}; "
                     f"max_waiting_requests={self._max_requests}, max_tokenizing_bytes={self._max_bytes}"
                 )
-            self._entries[raw.handle] = _Entry(raw, known, math.inf if deadline is None else deadline, size)
+            order = time.monotonic() + size / READING_BYTES_PER_S
+            self._entries[raw.handle] = _Entry(raw, known, math.inf if deadline is None else deadline, size, order)
             self._num_bytes += size
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="tokenize", daemon=True)
@@ -159,7 +164,7 @@ class RequestPool:
             self._changed.wait_for(lambda: self._entries or self._is_closed)
             if self._is_closed:
                 return False
-            handle, entry = next(iter(self._entries.items()))
+            handle, entry = min(self._entries.items(), key=lambda item: item[1].order)
             if entry.deadline <= time.monotonic():
                 return True
             self._reading = handle
