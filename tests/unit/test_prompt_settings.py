@@ -57,7 +57,9 @@ def test_a_truncated_prompt_costs_no_more_than_what_is_kept(monkeypatch: pytest.
     encode = TOKENIZER.encode
     monkeypatch.setattr(TOKENIZER, "encode", lambda text, add=True: lengths.append(len(text)) or encode(text, add))
     parsed(text_input("a b " * 250_000), truncate_prompt_tokens=500)
-    assert max(lengths) == 8000
+    assert max(lengths) == 4096
+    parsed(text_input(" " * 1_000_000), truncate_prompt_tokens=2000)
+    assert max(lengths) <= 32_000
 
 
 def test_the_whole_vocabulary_as_logprobs_is_the_operators_choice() -> None:

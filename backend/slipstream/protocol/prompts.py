@@ -15,6 +15,8 @@ from slipstream.protocol.client_settings import Settings
 
 CHARS_PER_TOKEN = 16  # of a reference, or of a prompt that is truncated; the rest of a text is not encoded
 _LEAST_END_CHARS = 4096  # of a prompt that is truncated: the border is far from the tokens kept
+_BORDER_TOKENS = 64  # behind the border that may differ from those of the whole text
+_PIECE_CHARS = 16384  # of a reference, encoded at once: what it becomes at the borders does not matter
 
 
 class TextCodec(Protocol):
@@ -72,12 +74,28 @@ def _num_kept(settings: Settings, config: EngineConfig, max_tokens: int) -> int:
 
 
 def _encode_end(text: str, tokenizer: TextCodec, add_special_tokens: bool, num_kept: int) -> list[int]:
-    """The last tokens of a text behind the tokenizer's own first ones. No more is encoded than max_model_len bounds."""
-    token_ids = tokenizer.encode(text[-max(_LEAST_END_CHARS, num_kept * CHARS_PER_TOKEN) :], False) if text else []
+    """The last tokens of a text behind the tokenizer's own first ones. No more is encoded than max_model_len bounds: of
+    a text with many tokens as much as has these, because each takes some 380 bytes of memory."""
+    most_chars = max(_LEAST_END_CHARS, num_kept * CHARS_PER_TOKEN)
+    num_chars = max(_LEAST_END_CHARS, num_kept)
+    token_ids = tokenizer.encode(text[-num_chars:], False) if text else []
+    while len(token_ids) < num_kept + _BORDER_TOKENS and num_chars < min(most_chars, len(text)):
+        num_chars *= 2
+        token_ids = tokenizer.encode(text[-num_chars:], False)
     if not token_ids:
         raise RequestError("text_input", "the prompt is empty, accepted: text of at least one token to go on from")
     first = tokenizer.encode("", True) if add_special_tokens else []
     return [*first, *token_ids[-(num_kept - len(first)) :]] if len(first) < num_kept else token_ids[-num_kept:]
+
+
+def encode_reference(text: str, tokenizer: TextCodec, max_tokens: int) -> list[int]:
+    """About the first max_tokens tokens of a text that the output may repeat; 0: all."""
+    limit, token_ids = max_tokens * CHARS_PER_TOKEN or len(text), list[int]()
+    for start in range(0, min(len(text), limit), _PIECE_CHARS):
+        token_ids += tokenizer.encode(text[start : min(start + _PIECE_CHARS, limit)], False)
+        if max_tokens and len(token_ids) >= max_tokens:
+            break
+    return token_ids[:max_tokens] if max_tokens else token_ids
 
 
 def encode_prompt(

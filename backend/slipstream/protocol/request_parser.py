@@ -27,7 +27,7 @@ from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.adapters import read_sent_adapter
 from slipstream.protocol.client_settings import Settings, read_settings, unknown
 from slipstream.protocol.contract_generate import OUTPUTS
-from slipstream.protocol.prompts import CHARS_PER_TOKEN, TextCodec, read_prompt
+from slipstream.protocol.prompts import TextCodec, encode_reference, read_prompt
 from slipstream.protocol.structured_output import read_guide
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
@@ -331,7 +331,6 @@ def _reference_ids(settings: Settings, config: EngineConfig, tokenizer: TextCode
     if text and token_ids:
         raise RequestError("reference_text", "given together with reference_ids, accepted: one of them")
     if text:
-        limit = config.model.max_model_len * CHARS_PER_TOKEN
-        token_ids = tokenizer.encode(text[:limit] if limit else text, False)
+        token_ids = tuple(encode_reference(text, tokenizer, config.model.max_model_len))
     most = config.model.max_model_len or len(token_ids)
     return tuple(token_ids[:most])
