@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from slipstream.encoders.quality import form, language, repetition
 
@@ -40,3 +42,15 @@ def test_language(prompt: str, answer: str, expected: float) -> None:
 )
 def test_form(prompt: str, answer: str, expected: float) -> None:
     assert form(prompt, answer) == pytest.approx(expected)
+
+
+def test_json_that_is_nested_too_deeply_is_none() -> None:
+    """An exception would be the answer to all requests of the batch."""
+    assert form("Return valid JSON.", "[" * 100_000) == form("Return valid JSON.", "{") == 2 / 3
+
+
+def test_a_fence_without_end_takes_no_square_of_its_length() -> None:
+    start = time.process_time()
+    assert form("Return valid JSON.", "```" + " " * 200_000) == 1 / 3
+    assert time.process_time() - start < 1
+    assert form("Return valid JSON.", "Sure:\n``` \n {} ```") == 1.0

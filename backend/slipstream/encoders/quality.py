@@ -71,10 +71,10 @@ def form(prompt: str, answer: str) -> float:
 
 
 def _is_json(answer: str) -> bool:
-    fenced = re.search(r"```(?:json)?\s*(.*?)```", answer, re.S)
+    fenced = re.search(r"```(?:json)?(.*?)```", answer, re.S)
     try:
-        json.loads(fenced.group(1) if fenced else answer)
-    except ValueError:
+        json.loads(fenced.group(1).strip() if fenced else answer)
+    except (ValueError, RecursionError):
         return False
     return True
 
