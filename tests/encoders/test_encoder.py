@@ -75,6 +75,22 @@ def test_both_ways_to_write_a_pooling(sentence: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(open_tiny(pooled).embed(TEXTS)[0], expected)
 
 
+def test_a_text_that_is_cut_is_read_no_further(sentence: Path) -> None:
+    """The library makes tokens of all that it is given: four texts of a megabyte took 0.5 GB."""
+    encoder, given = open_tiny(sentence), list[int]()
+    encode = encoder._tokenizer.encode_batch_fast
+    counted = SimpleNamespace(
+        enable_truncation=encoder._tokenizer.enable_truncation,
+        encode_batch_fast=lambda texts: given.extend(map(len, texts)) or encode(texts),
+    )
+    short = "the cat sat on the mat " * encoder.checkpoint.max_tokens
+    expected, counts = encoder.embed([short])
+    encoder._tokenizer = counted
+    vectors, long_counts = encoder.embed([short * 1000])
+    assert given == [64 * encoder.checkpoint.max_tokens] and counts == long_counts == [encoder.checkpoint.max_tokens]
+    np.testing.assert_array_equal(vectors, expected)
+
+
 def test_a_text_without_tokens_has_a_vector(tmp_path: Path) -> None:
     """Some tokenizers put nothing around a text, so that an empty one has no token."""
     folder = write_encoder(tmp_path / "bare")

@@ -30,6 +30,9 @@ NO_BOUNDS = {
     "kv_cache_host_memory_bytes": "the size of the KV cache in host memory",
     "ngram_max": "a length that n-gram drafting looks for",
     "MAX_INT32": "a type's range",
+    "MAX_CPU_ROWS": "how an encoder's texts are divided into runs",
+    "MAX_GPU_ROWS": "how an encoder's texts are divided into runs",
+    "MAX_GRAPH_TOKENS": "which runs of an encoder are captured",
     "MAX_TIMEOUT_US": "a type's range",
     "MAX_BIAS": "a setting's range: contracts.md",
     "MAX_TOKENS": "captured prompt shapes",
@@ -111,7 +114,7 @@ def module_constants(path: Path) -> Iterator[tuple[str, ast.expr]]:
 
 def python_bounds() -> Iterator[tuple[str, float]]:
     """Public constants; a name has to be clear without its module's."""
-    for folder in ("core", "engine", "protocol", "tokenizer", "worker", "server"):
+    for folder in ("core", "encoders", "engine", "protocol", "tokenizer", "worker", "server"):
         for path in sorted((ROOT / "backend/slipstream" / folder).rglob("*.py")):
             for name, value in module_constants(path):
                 is_number = not any(isinstance(node, ast.Name | ast.Call | ast.Tuple) for node in ast.walk(value))

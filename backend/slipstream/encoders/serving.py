@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,22 +23,22 @@ from slipstream.encoders.safety import SafetyJudge, Verdict, open_safety
 from slipstream.encoders.text_tensors import strings
 
 _log = logging.getLogger(__name__)
-_MAX_CHARS = 1_000_000
+MAX_ENCODED_CHARS = 1_000_000  # of the texts of a request, and of those that are judged at once: 0.4 GB of tokens
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", str, tuple[str, str])
 Result = TypeVar("Result")
 Tensors = Mapping[str, np.ndarray]
 
 
-def read_texts(request: Any, name: str) -> list[str]:
-    """The texts of a BYTES input, one per row.  Raises RequestError."""
+def read_texts(request: Any, name: str, are_cut: bool = False) -> list[str]:
+    """The texts of a BYTES input, one per row.  are_cut: only their beginnings are read.  Raises RequestError."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         raise RequestError(name, "is missing")
     texts = [_decode(name, value) for value in tensor.as_numpy().reshape(-1)]
-    for text in texts:
-        if len(text) > _MAX_CHARS:
-            raise RequestError(name, f"has {len(text)} characters; accepted: at most {_MAX_CHARS}")
+    num_chars = max(map(len, texts), default=0) if are_cut else sum(map(len, texts))
+    if num_chars > MAX_ENCODED_CHARS:
+        raise RequestError(name, f"has {num_chars} characters; accepted: at most {MAX_ENCODED_CHARS}")
     return texts
 
 
@@ -59,7 +59,7 @@ def answer(
     compute: Callable[[list[Item]], Sequence[Result]],
     write: Callable[[list[Result]], Tensors],
 ) -> list[Any]:
-    """One response per request: all good requests' rows in one compute call, a bad request's error to it alone."""
+    """One response per request: all good requests' rows in few compute calls, a bad request's error to it alone."""
     rows: list[Item] = []
     spans: list[tuple[int, int] | RequestError] = []
     for request in requests:
@@ -70,7 +70,7 @@ def answer(
         except RequestError as error:
             spans.append(error)
     try:
-        results = compute(rows) if rows else []
+        results = [result for part in parts(rows) for result in compute(part)]
     except Exception as error:  # the top of the loop: every request gets an answer
         told = internal_error(_log, "an encoder run failed", error)
         failure = pb_utils.TritonError(str(told), pb_utils.TritonError.INTERNAL)
@@ -83,6 +83,21 @@ def answer(
         tensors = write(list(results[span[0] : span[1]]))
         responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()]))
     return responses
+
+
+def parts(rows: Sequence[Item]) -> Iterator[list[Item]]:
+    """The rows in order, of at most MAX_ENCODED_CHARS at once, as those of many requests may be together."""
+    part: list[Item] = []
+    num_chars = 0
+    for row in rows:
+        size = len(row) if isinstance(row, str) else sum(map(len, row))
+        if part and num_chars + size > MAX_ENCODED_CHARS:
+            yield part
+            part, num_chars = [], 0
+        part.append(row)
+        num_chars += size
+    if part:
+        yield part
 
 
 def opened(args: Mapping[str, str]) -> tuple[Parameters, Path]:
@@ -151,7 +166,7 @@ class EmbeddingModel:
         self._encoder: Encoder = open_encoder(parameters, folder, (SENTENCE,))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answer(requests, lambda request: read_texts(request, "text"), self._embed, self._write)
+        return answer(requests, lambda request: read_texts(request, "text", True), self._embed, self._write)
 
     def _embed(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
         vectors, counts = self._encoder.embed(texts)
