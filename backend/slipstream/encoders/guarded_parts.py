@@ -6,13 +6,14 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 
 from slipstream.core.answer_faults import AnswerError
 from slipstream.core.errors import CapacityError
+from slipstream.encoders.check_calls import in_calls
 from slipstream.encoders.guard_settings import GuardSettings
 from slipstream.encoders.guarded import Answer, EncoderFailure, Piece, Unsafe
 from slipstream.encoders.guarded_request import GuardedRequest
@@ -23,7 +24,6 @@ from slipstream.encoders.triton_calls import Call, Tensors, TritonCalls
 _log = logging.getLogger(__name__)
 _OF_LLM = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _REFUSES_TO_STREAM = "stream: got True"
-_CHECK_ROWS = 32  # windows of one call of the safety model
 _RETRY_S = 10.0  # max time between a call that timed out and the next one
 
 Result = TypeVar("Result")
@@ -38,6 +38,7 @@ class Models:
         # separate, so that a hanging model delays only its own calls
         names = (settings.safety, *settings.prompt_checks)
         self._checks = {name: TimedCalls(settings.encoder_timeout_s) for name in names}
+        self._turns = {name: asyncio.Lock() for name in names}  # of long texts: their parts come one at a time
         self._quality = TimedCalls(settings.encoder_timeout_s)
 
     async def check(self, texts: Sequence[str]) -> Unsafe | None:
@@ -54,17 +55,23 @@ class Models:
         return max(flagged, key=lambda unsafe: unsafe.score, default=None)
 
     async def _check_by(self, model: str, texts: Sequence[str]) -> Unsafe | None:
-        return await self._in_time(model, self._checks[model], self._check(model, texts))
+        calls = list(in_calls(texts))
+        worst: Unsafe | None = None
+        for rows in calls:
+            async with self._turns[model] if len(calls) > 1 else nullcontext():
+                unsafe = await self._in_time(model, self._checks[model], self._check(model, rows))
+            worst = unsafe if worst is None or (unsafe is not None and unsafe.score > worst.score) else worst
+        return worst
 
     async def _check(self, model: str, texts: Sequence[str]) -> Unsafe | None:
         worst: Unsafe | None = None
-        for start in range(0, len(texts), _CHECK_ROWS):
-            rows = strings([[text] for text in texts[start : start + _CHECK_ROWS]])
-            found = await self._infer(model, {"text": rows}, ("flagged", "categories", "scores"))
-            for row in np.flatnonzero(found["flagged"].reshape(-1)):
-                names = tuple(name.decode() for name in found["categories"][row] if name)
-                unsafe = Unsafe(names, float(found["scores"][row].max()))
-                worst = unsafe if worst is None or unsafe.score > worst.score else worst
+        found = await self._infer(
+            model, {"text": strings([[text] for text in texts])}, ("flagged", "categories", "scores")
+        )
+        for row in np.flatnonzero(found["flagged"].reshape(-1)):
+            names = tuple(name.decode() for name in found["categories"][row] if name)
+            unsafe = Unsafe(names, float(found["scores"][row].max()))
+            worst = unsafe if worst is None or unsafe.score > worst.score else worst
         return worst
 
     async def judge(self, prompt: str, answer: str) -> tuple[float, str]:
