@@ -10,12 +10,27 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from patience import PATIENCE_S
 from triton_server import HOST, free_ports
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """What is started here gets SIGINT, also from a background job of a shell, which ignores it: this is inherited, and
+    uvicorn, which raises SIGINT again behind its shutdown, then ends with status 0."""
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if is_ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class GatewayProcess:
@@ -32,7 +47,7 @@ class GatewayProcess:
 
     def __enter__(self) -> GatewayProcess:
         command = [sys.executable, "-m", "slipstream.cli", "serve-openai", *self._arguments]
-        with self.log_path.open("wb") as log:
+        with self.log_path.open("wb") as log, interruptible():
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + self._start_timeout_s
         while self.get("/health")[0] != 200:
