@@ -100,7 +100,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     stream_interval: int = settings.get("stream_interval", config.serving.stream_interval)
     _check_logprobs(settings, params, config)
     num_together = stream_interval if stream and params.beam_width <= 1 else 0  # a beam search has its text at the end
-    logprobs, prompt_logprobs = _check_entries(params, len(token_ids), bool(echo_text), num_together, config, tokenizer)
+    entries = _response_entries(params, len(token_ids), bool(echo_text), num_together, config, tokenizer)
+    entries.check(config.serving.max_response_entries)
     request = Request(
         token_ids,
         params,
@@ -114,8 +115,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         prompt_table=settings.get("prompt_table"),
         prompt_table_size=settings.get("prompt_table_size", 0),
         num_echo_bytes=sys.getsizeof(echo_text) if echo_text else 0,
-        num_logprob_bytes=logprobs,
-        num_prompt_logprob_bytes=prompt_logprobs,
+        num_logprob_bytes=entries.logprob_bytes,
+        num_prompt_logprob_bytes=entries.prompt_logprob_bytes,
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(
@@ -142,40 +143,62 @@ def check_one_response(settings: Settings, is_response_per_sequence: bool) -> No
         raise refuse("num_return_sequences", settings["n"], f"1, {_NOT_DECOUPLED}")
 
 
-def _check_entries(
-    params: SamplingParams,
-    num_prompt: int,
-    is_echoed: bool,
-    stream_interval: int,
-    config: EngineConfig,
-    tokenizer: TextCodec,
-) -> tuple[int, int]:
-    """Bytes that log-probabilities of a response's tokens, and of the prompt, take until it is sent.
+@dataclass(frozen=True, slots=True)
+class _ResponseEntries:
+    """The tokens that one response has, and their alternatives. num_logprobs, num_prompt_logprobs: alternatives of a
+    token; None without log-probabilities."""
 
-    stream_interval: tokens per response; 0 = all in one.
-    Raises RequestError if one response would hold more tokens and alternatives than max_response_entries.
-    """
-    limit, n, vocab_size = config.serving.max_response_entries, params.n, tokenizer.vocab_size
-    logprobs, prompt_logprobs = (vocab_size if k == -1 else k for k in (params.logprobs, params.prompt_logprobs))
-    logprobs = (logprobs or 0) + len(params.logprob_token_ids)
-    num_new, max_model_len = params.max_tokens, config.model.max_model_len
-    if max_model_len:
-        num_new = max(0, min(num_new, max_model_len - num_prompt))
-    if stream_interval:
-        num_new = min(num_new, stream_interval)
-    num_echoed = n * num_prompt if is_echoed else 0
-    num_of_prompt = num_prompt * (1 + prompt_logprobs) if prompt_logprobs is not None else 0
-    total = n * num_new * (1 + logprobs) + num_echoed + num_of_prompt
-    if total > limit:
+    params: SamplingParams
+    num_prompt: int
+    num_new: int
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    is_echoed: bool
+
+    def check(self, limit: int) -> None:
+        """Raises RequestError if they are more than max_response_entries."""
+        n, num_prompt, num_new = self.params.n, self.num_prompt, self.num_new
+        logprobs, prompt_logprobs = self.num_logprobs or 0, self.num_prompt_logprobs
+        num_echoed = n * num_prompt if self.is_echoed else 0
+        num_of_prompt = num_prompt * (1 + prompt_logprobs) if prompt_logprobs is not None else 0
+        total = n * num_new * (1 + logprobs) + num_echoed + num_of_prompt
+        if total <= limit:
+            return
         terms = f"n={n} x {num_new} tokens x (1 + logprobs={logprobs})"
         if num_echoed:
             terms += f" + n={n} x {num_prompt} echoed tokens"
         if num_of_prompt:
             terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={prompt_logprobs})"
-        accepted = f"at most max_response_entries={limit}; ask for less{'' if params.beam_width > 1 else ', or stream'}"
+        stream = "" if self.params.beam_width > 1 else ", or stream"
+        accepted = f"at most max_response_entries={limit}; ask for less{stream}"
         raise RequestError("max_tokens", f"one response would hold {terms} = {total} entries, accepted: {accepted}")
-    of_tokens = 0 if params.logprobs is None else logprob_bytes(n * num_new, logprobs)
-    return of_tokens, 0 if prompt_logprobs is None else logprob_bytes(num_prompt, prompt_logprobs)
+
+    @property
+    def logprob_bytes(self) -> int:
+        """Of the log-probabilities of its tokens until it is sent."""
+        return 0 if self.num_logprobs is None else logprob_bytes(self.params.n * self.num_new, self.num_logprobs)
+
+    @property
+    def prompt_logprob_bytes(self) -> int:
+        return 0 if self.num_prompt_logprobs is None else logprob_bytes(self.num_prompt, self.num_prompt_logprobs)
+
+
+def _response_entries(
+    params: SamplingParams,
+    num_prompt: int,
+    is_echoed: bool,
+    num_together: int,
+    config: EngineConfig,
+    tokenizer: TextCodec,
+) -> _ResponseEntries:
+    """num_together: tokens per response; 0 = all in one."""
+    vocab_size, max_model_len = tokenizer.vocab_size, config.model.max_model_len
+    logprobs, prompt_logprobs = (vocab_size if k == -1 else k for k in (params.logprobs, params.prompt_logprobs))
+    num_new = min(params.max_tokens, max(0, max_model_len - num_prompt)) if max_model_len else params.max_tokens
+    num_new = min(num_new, num_together) if num_together else num_new
+    if logprobs is not None:
+        logprobs += len(params.logprob_token_ids)
+    return _ResponseEntries(params, num_prompt, num_new, logprobs, prompt_logprobs, is_echoed)
 
 
 def _check_logprobs(settings: Settings, params: SamplingParams, config: EngineConfig) -> None:
