@@ -34,7 +34,7 @@ _SIOCGIFADDR = 0x8915
 IPV6_INTERFACES = Path("/proc/net/if_inet6")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 _MEETING_TIMEOUT = timedelta(seconds=120)  # until all ranks have said where they are
-_CONNECT_TIMEOUT = timedelta(seconds=30)  # then; torch cannot be interrupted if one ends meanwhile
+_CONNECT_TIMEOUT = timedelta(seconds=6)  # then, of each of gloo's five tries, which cannot be interrupted if one ends
 _CHECK_PERIOD_S = 0.02
 # gloo's own limit: the engine ends ranks that are lost long before (engine/ranks.py)
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
