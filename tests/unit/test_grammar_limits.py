@@ -91,6 +91,11 @@ def test_text_that_is_no_json_is_no_schema() -> None:
         ("ebnf_grammar", "[" * 65_000),
         ("ebnf_grammar", '"' + '\\"' * 32_000),
         ("json_schema", json.dumps({"type": "string", "pattern": "[" * 120_000})),
+        ("regex", "a{" + " " * 8000 + "," + " " * 8000),
+        ("regex", "a{" + "1" * 8000 + "," + "1" * 8000),
+        ("regex", "a{ " * 5000),
+        ("ebnf_grammar", 'root ::= "a"{' + " " * 32_000 + "," + " " * 32_000),
+        ("json_schema", json.dumps({"type": "string", "pattern": "a{" + " " * 60_000 + "," + " " * 60_000})),
     ],
     ids=lambda value: value[:20],
 )

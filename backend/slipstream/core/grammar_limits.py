@@ -28,7 +28,8 @@ _TAG_COUNTS = frozenset(("min", "max", "max_chars"))  # of a structural tag's fo
 _CLASS = r"(?:\\(?:.|\Z)|[^\]\\])*(?:\]|\Z)"
 _REGEX_LITERALS = re.compile(rf"\\.|\[\^?\]?{_CLASS}", re.DOTALL)
 _EBNF_LITERALS = re.compile(rf"\"(?:\\(?:.|\Z)|[^\"\\])*(?:\"|\Z)|\[{_CLASS}|\#[^\n]*", re.DOTALL)
-_REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+# no two runs of spaces with nothing between: where the rest does not match, each way to divide one would be tried
+_REPEAT = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")
 
 
 def check_grammar(guide: Guide, limits: StructuredOutputConfig) -> None:
