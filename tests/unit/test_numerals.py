@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +77,13 @@ def test_no_reader_takes_what_is_no_number(tmp_path: Path, text: str) -> None:
 def test_the_gateway_reads_a_models_parameters_as_the_engine_does(text: str, length: int) -> None:
     model = Model("llm", "llm", 0, settings={"default_max_tokens": text, "tokens_per_block": text})
     assert (model.default_max_tokens, model.block_size) == ((length, length) if length else (16, 64))
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_long_text_that_is_no_number_takes_no_square_of_its_length(kind: str) -> None:
+    """The interpreter's lock is held meanwhile: of a request's `temperature` it would stop the whole engine."""
+    began = time.process_time()
+    for text in ("1" * 200_000 + "x", "1." + "1" * 200_000 + "x", "." + "1" * 200_000 + "e", " " * 200_000 + "x"):
+        with pytest.raises(ValueError):
+            READERS[kind](text)
+    assert time.process_time() - began < 1, "8 minutes, where digits can be divided in several ways"
