@@ -43,6 +43,15 @@ def test_any_other_number_is_refused_by_name(serving: Any, value: object) -> Non
             serving.read_request(request_of(**given), 100)
 
 
+@pytest.mark.parametrize("width", [2, "4"])
+def test_several_beams_are_several_sequences(serving: Any, width: object) -> None:
+    settings = json.dumps({"beam_width": width})
+    for given in ({"sampling": settings}, {"parameters": settings}):
+        with pytest.raises(RequestError, match="beam_width: got"):
+            serving.read_request(request_of(**given), 100)
+    serving.read_request(request_of(sampling='{"beam_width": 0}', parameters='{"beam_width": 1}'), 100)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"n": ' * 100_000, "{", "\x00"])
 def test_what_is_no_json_or_nested_too_deeply_is_refused_by_name(serving: Any, text: str) -> None:
     with pytest.raises(RequestError, match="sampling_parameters: is no JSON"):

@@ -70,3 +70,7 @@ def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) 
             value = settings.get(name)
             if value is not None and read_int(name, value) != 1:  # as the LLM reads it: null is as if absent
                 raise RequestError(name, f"got {shown(value)}; accepted: 1, because each answer is checked by itself")
+        width = settings.get("beam_width")  # all beams are returned unless `n` says how many
+        if width is not None and read_int("beam_width", width) > 1:
+            told = f"got {shown(width)}; accepted: 0 or 1, because each answer is checked by itself"
+            raise RequestError("beam_width", told)
