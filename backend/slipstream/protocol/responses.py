@@ -5,9 +5,9 @@ Standard library only, no state; output thread. The common stream, text alone, t
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii
 from math import prod
 
 from slipstream.core.errors import CapacityError, RankLostError, RequestError
@@ -155,25 +155,31 @@ def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> N
     if client.stream or "logprobs" not in client.outputs:
         return
     for entry in entries:
-        if not entry.json:
-            entry.json, entry.top, entry.asked = _entry_json(entry, client.token_text), [], []
+        write_entry(entry, client.token_text)
+
+
+def write_entry(entry: TokenLogprobs, token_text: Callable[[int], str]) -> None:
+    if not entry.json:
+        entry.json, entry.top, entry.asked = _entry_json(entry, token_text), [], []
 
 
 def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> str:
     """vLLM's form: token id -> logprob, rank and text; the token itself first, then the likeliest, then those asked
-    for, whose rank is null."""
-    ranked: list[tuple[int, float, int | None]] = [(entry.token_id, entry.logprob, entry.rank)]
-    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
-    ranked += [(token_id, logprob, None) for token_id, logprob in entry.asked]
-    found: dict[str, dict[str, object]] = {}
-    for token_id, logprob, rank in ranked:
-        value: dict[str, object] = {
-            "logprob": max(logprob, _LOWEST_LOGPROB),
-            "rank": rank,
-            "decoded_token": token_text(token_id),
-        }
-        found.setdefault(str(token_id), value)
-    return json.dumps(found)
+    for, whose rank is null. Written piece by piece: dictionaries for json.dumps take four times as long."""
+    found = {entry.token_id: _alternative(entry.token_id, entry.logprob, str(entry.rank), token_text)}
+    for rank, (token_id, logprob) in enumerate(entry.top, 1):
+        if token_id not in found:
+            found[token_id] = _alternative(token_id, logprob, str(rank), token_text)
+    for token_id, logprob in entry.asked:
+        if token_id not in found:
+            found[token_id] = _alternative(token_id, logprob, "null", token_text)
+    return f"{{{', '.join(found.values())}}}"
+
+
+def _alternative(token_id: int, logprob: float, rank: str, token_text: Callable[[int], str]) -> str:
+    number = repr(max(logprob, _LOWEST_LOGPROB)) if logprob == logprob else "NaN"  # of a model that computes none
+    text = encode_basestring_ascii(token_text(token_id))
+    return f'"{token_id}": {{"logprob": {number}, "rank": {rank}, "decoded_token": {text}}}'
 
 
 def _logprobs_json(client: ClientRequest, entries: Sequence[TokenLogprobs | None] | None) -> Encoded:
