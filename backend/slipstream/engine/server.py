@@ -14,6 +14,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +29,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.heap import HeapTrimmer
 from slipstream.engine.load_end import end_load
 from slipstream.engine.logits_budget import LogitsBudget
+from slipstream.engine.long_outputs import LongOutputs
 from slipstream.engine.model_commands import ModelCommands
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.prompt_tables import TableBudget
@@ -55,6 +57,7 @@ _IDLE_WAIT_S = 0.1  # an idle engine publishes pending metrics at this interval
 _SETTLE_S = (0.02, 0.12)  # metrics are sent so long after the last answer; by the second the engine has published all
 _TEXT_OUTPUT = next(i for i, output in enumerate(contract.OUTPUTS["generate"]) if output.name == "text_output")
 _COMMAND_END_S = 1.0  # for the answer to a command under way, when the engine has failed
+_WRITING_PAUSE_S = 0.002  # for the interpreter's other threads, between two pieces of a long output
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 
 
@@ -77,6 +80,7 @@ class GenerateServer:
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._ids = RequestIds()
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
+        self._long = LongOutputs()
         self._commands = ModelCommands(self._engine, self._config, self._answer_once, self._refuse)
         vocab_size, max_model_len = self._engine.spec.vocab_size, self._engine.max_model_len
         self._logits = LogitsBudget(config.serving.max_logits_bytes, vocab_size, max_model_len)
@@ -264,14 +268,16 @@ class GenerateServer:
         heap = HeapTrimmer()
         while not self._is_drained():
             try:
-                step = self._steps.get(timeout=timeout)
+                step = self._steps.get(timeout=_WRITING_PAUSE_S if self._long else timeout)
             except queue.Empty:
-                step, metrics_due = StepOutputs(), 0.0
+                step, metrics_due = StepOutputs(), metrics_due if self._long else 0.0
             if step is None:
                 self._fail_everything()
                 return
             if step:
                 self._answer(step)
+            if self._long:
+                self._send(self._long.write(self._live))
             self._pool.expire()
             now = time.monotonic()
             if now >= metrics_due:
@@ -284,8 +290,17 @@ class GenerateServer:
             timeout = _METRICS_PERIOD_S if self._engine.has_work else next(settling, _METRICS_PERIOD_S)
 
     def _answer(self, step: StepOutputs) -> None:
-        live, answers, most_bytes = self._live, [], wire.MAX_RESPONSE_BYTES
+        live, holds = self._live, self._long.holds
+        due = []
         for output in self._outputs.process(step):
+            client = live.get(output.request.handle)
+            if client is not None and not holds(client, output):
+                due.append(output)
+        self._send(due)
+
+    def _send(self, outputs: Sequence[RequestOutput]) -> None:
+        live, answers, most_bytes = self._live, [], wire.MAX_RESPONSE_BYTES
+        for output in outputs:
             handle = output.request.handle
             client = live.get(handle)
             if client is None:

@@ -22,6 +22,7 @@ _INDEX = {spec.name: index for index, spec in enumerate(OUTPUTS)}
 _DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _TEXT = _INDEX["text_output"]
 _LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
+MAX_WRITTEN_AT_ONCE = 4096  # log-probabilities of an output whose JSON is written at once: some 6 ms
 
 Encoded = tuple[tuple[int, ...], bytes]  # shape, data
 
@@ -150,9 +151,9 @@ def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> N
     """Write the JSON of a step's entries now: one long answer's at its end would hold up the answers of others.
 
     The text takes a third of the memory of the entries, too. Sequences of a beam search share the entries of the tokens
-    that they begin with.
+    that they begin with. Many entries at once are left to engine/long_outputs.py.
     """
-    if client.stream or "logprobs" not in client.outputs:
+    if client.stream or "logprobs" not in client.outputs or num_unwritten(entries) > MAX_WRITTEN_AT_ONCE:
         return
     for entry in entries:
         write_entry(entry, client.token_text)
@@ -161,6 +162,11 @@ def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> N
 def write_entry(entry: TokenLogprobs, token_text: Callable[[int], str]) -> None:
     if not entry.json:
         entry.json, entry.top, entry.asked = _entry_json(entry, token_text), [], []
+
+
+def num_unwritten(entries: Sequence[TokenLogprobs | None]) -> int:
+    """Tokens and alternatives whose JSON is to be written, each of which takes one or two microseconds."""
+    return sum(1 + len(entry.top) + len(entry.asked) for entry in entries if entry is not None and not entry.json)
 
 
 def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> str:
