@@ -47,7 +47,7 @@ def test_what_is_unsafe_is_found_wherever_it_stands(guard: Open, place: int) -> 
     assert bytes(last["block_reason"][0]) == b"prompt" and last["block_categories"].tolist() == [b"violence"]
 
 
-@given(lengths=st.lists(st.integers(0, 30_000), min_size=1, max_size=40))
+@given(lengths=st.lists(st.integers(0, 30_000), max_size=40))
 def test_calls_have_every_part_of_every_text(lengths: list[int]) -> None:
     texts = ["".join(map(chr, range(1000 * number, 1000 * number + 100))) * 300 for number in range(1, 41)]
     texts = [text[:length] for text, length in zip(texts, lengths)]

@@ -21,4 +21,5 @@ def in_calls(texts: Sequence[str]) -> Iterator[list[str]]:
                 rows, num_chars = [], 0
             rows.append(part)
             num_chars += len(part)
-    yield rows
+    if rows:
+        yield rows
