@@ -74,17 +74,29 @@ def _searched(text: list[int], shortest: int, longest: int) -> int | None:
     return None
 
 
-def test_an_index_that_grows_in_pieces_finds_what_a_search_finds() -> None:
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 4), (1, 1), (1, 2), (3, 3), (3, 6)])
+def test_an_index_that_grows_in_pieces_finds_what_a_search_finds(sizes: tuple[int, int]) -> None:
     """Token 0 too, which in a key is what stands before the text begins."""
-    numbers = Random(3)
+    numbers, (shortest, longest) = Random(3), sizes
     for _ in range(200):
-        index, text = NgramIndex(2, 4), list[int]()
+        index, text = NgramIndex(shortest, longest), list[int]()
         for _ in range(8):
             piece = [numbers.randrange(3) for _ in range(numbers.randrange(5))]
             text += piece
             index.extend(piece)
-            assert index.find(index.end_key, len(text)) == _searched(text, 2, 4), text
+            assert index.find(text[-longest:]) == (_searched(text, shortest, longest) or 0), text
         assert index.token_ids == text
+
+
+def test_a_longer_ngram_is_searched_for_at_so_many_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them the last place behind the shortest is taken: a look-up does not take as long as the text is."""
+    monkeypatch.setattr(ngram, "MAX_LOOKS", 5)
+    index = NgramIndex(2, 4)
+    index.extend([10, 11, 1, 2, 20, *[9, 8, 1, 2, 30] * 4])
+    assert index.find([10, 11, 1, 2]) == 4, "the fifth place from the end"
+    index.extend([9, 8, 1, 2, 40])
+    assert index.find([10, 11, 1, 2]) == index.token_ids.index(40), "the sixth: two tokens are enough"
+    assert index.find([7, 8, 1, 2]) == index.token_ids.index(40)
 
 
 def test_a_text_that_is_not_indexed_yet_is_looked_up_by_its_own_end(monkeypatch) -> None:
