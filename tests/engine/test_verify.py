@@ -15,7 +15,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation
 from slipstream.core.step_costs import StepCosts
-from slipstream.engine.drafting import make_planner
+from slipstream.engine.make_planner import make_planner
 from slipstream.engine.step_inputs import new_request
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.quant import FREE_TOKENS, NAMES

@@ -65,7 +65,9 @@ def consult(engine: Engine, oracle: Oracle) -> None:
     """Replace the n-gram proposer of an engine by the oracle."""
     speculator = model_worker(engine).speculator
     speculator._proposers["ngram"] = speculator._drafters["ngram"] = oracle  # type: ignore[assignment]
-    info = replace(engine._drafting._drafters["ngram"], num_drafts=oracle.num_drafts, num_scratch_slots=3)
+    info = replace(
+        engine._drafting._drafters["ngram"], num_drafts=oracle.num_drafts, num_scratch_slots=3, makes_chains=False
+    )
     engine._drafting._drafters["ngram"] = info
     submit = engine.submit
 

@@ -19,9 +19,11 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.stats import METRICS, Metric, MetricKind
 from slipstream.core.step import ScheduledStep
+from slipstream.core.verify_run import VerifyRun
 from slipstream.engine.step_inputs import StepInputs
 
 MAX_LEN = 60
+ALIKE = Speculation("ngram", 3, "exact", may_run_ahead=True)  # the settings of requests that may be in a run
 
 
 def _ahead(num_ahead: int = 1, **config: object) -> FakeLLM:
@@ -172,7 +174,8 @@ def _land_with_drafts(llm: FakeLLM, step: ScheduledStep, sampled: list[list[int]
             and is_known
             and llm.scheduler.planner.num_drafts(request)
         ):
-            request.draft_token_ids = llm._draft(request.token_ids, request.seed)
+            count = request.token_ids[-1] % 5 if request.speculation is ALIKE else llm.num_drafts
+            request.draft_token_ids = llm._draft(request.token_ids, request.seed)[:count]
     llm.take(outputs)
     return outputs
 
@@ -186,12 +189,13 @@ class _Told:
     states: list[object] = field(default_factory=list)
     stats: dict[int, list[float]] = field(default_factory=dict)
     num_runs: int = 0
+    num_verified: int = 0  # steps of runs of verifications
     num_preemptions: int = 0
 
 
-def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False) -> _Told:
+def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False, alike: bool = False) -> _Told:
     """Requests come, are cancelled, end by tokens and lengths, and are preempted where blocks are short. drafts: most
-    may draft, and do now and then.
+    may draft, and do now and then. alike: nearly all have the same settings, and draft nearly always.
 
     From some seeds on many come, with priorities, and now and then one that needs a look."""
     dice, told = random.Random(seed), _Told()
@@ -199,9 +203,12 @@ def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False) -> _To
     groups = KVGroups(1, 1, 8, max_step_tokens=24) if windows else KVGroups()
     llm = _ahead(num_ahead, num_blocks=dice.choice([30, 45, 90]), groups=groups, max_num_batched_tokens=24)
     requests: list[Request] = []
+    planner = _Fickle()
     if drafts:
-        llm.num_drafts, llm.num_right, llm.scheduler.planner = 3, 1, _Fickle()
+        llm.num_drafts, llm.num_right, llm.scheduler.planner = 3, 1, planner
         llm._land = partial(_land_with_drafts, llm)  # type: ignore[method-assign]
+        planner.makes_drafts = alike
+        llm.num_right += alike
     inputs = StepInputs(has_windows=windows)
     schedule = llm.scheduler.schedule
 
@@ -215,18 +222,20 @@ def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False) -> _To
     for _ in range(250):
         if dice.random() < rate:
             requests += _add(llm, _any_request(dice, has_special and dice.random() < 0.05))
-            if drafts and dice.random() < 0.8:
-                requests[-1].speculation = Speculation("ngram", dice.choice([2, 3]), "exact")
-        if drafts and dice.random() < 0.08:
-            llm.scheduler.planner.makes_drafts = not llm.scheduler.planner.makes_drafts  # type: ignore[attr-defined]
+            if drafts and dice.random() < (0.98 if alike else 0.8):
+                requests[-1].speculation = ALIKE if alike else Speculation("ngram", dice.choice([2, 3]), "exact")
+        if drafts and dice.random() < (0.3 if alike and not planner.makes_drafts else 0.02 if alike else 0.08):
+            planner.makes_drafts = not planner.makes_drafts
         if dice.random() < 0.03 and (live := list(llm.scheduler.live_requests)):
             output = llm.scheduler.finish(dice.choice(live), FinishReason.CANCELLED)
             assert output is not None
             llm.take([output])
         told.outputs += [(one.new_token_ids, one.finish_reason, one.request.num_tokens) for one in llm.step()]
         told.states.append([(one.block_ids[:], one.num_published_blocks, one.num_computed_tokens) for one in requests])
+        told.states.append([(one.num_drafted_tokens, one.num_accepted_tokens, one.draft_token_ids) for one in requests])
         told.states.append([(one.num_output_placeholders, one.window_block_ids[:], one.num_tokens) for one in requests])
         told.num_runs += llm.steps[-1].run is not None
+        told.num_verified += llm.steps[-1].verify_run is not None and bool(sum(llm.steps[-1].num_drafts))
         told.num_preemptions += len(llm.steps[-1].preempted)
         _note_stats(llm, told.stats)
         check_blocks(llm.scheduler)
@@ -293,5 +302,52 @@ def test_what_is_drafted_between_runs_is_the_same_without_them(
         assert getattr(with_runs, name) == getattr(without, name), name
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_verifications_are_those_without_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
+    with_runs = _live(seed, 0, windows=False, drafts=True, alike=True)
+    monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
+    monkeypatch.setattr(VerifyRun, "after", classmethod(lambda *arguments: None))
+    without = _live(seed, 0, windows=False, drafts=True, alike=True)
+    assert with_runs.num_verified > 20 and without.num_verified == 0
+    assert sum(with_runs.stats[Metric.ACCEPTED_TOKENS]) > 20
+    for name in ("steps", "outputs", "states", "stats", "num_preemptions"):
+        assert getattr(with_runs, name) == getattr(without, name), name
+
+
+def test_a_run_of_verifications_looks_at_requests_when_others_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = _ahead(0)
+    llm.num_drafts, llm.num_right = 3, 1
+    first, second, third = requests = [_request(3 + index, 40) for index in range(3)]
+    for request in requests:
+        request.speculation = ALIKE
+    looks: list[int] = []
+    look = Scheduler._schedule_decodes
+
+    def noted(scheduler: Scheduler, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
+        looks.append(len(llm.steps))
+        return look(scheduler, step, budget, prefills)
+
+    monkeypatch.setattr(Scheduler, "_schedule_decodes", noted)
+    _add(llm, first, second)
+    for _ in range(6):
+        llm.step()
+    assert looks == [1], "the step that follows their prompts"
+    _add(llm, third)
+    for _ in range(4):
+        llm.step()
+    assert looks == [1, 7], "the step that follows its prompt, too"
+    llm.scheduler.finish(second, FinishReason.CANCELLED)
+    for _ in range(4):
+        llm.step()
+    assert looks == [1, 7, 10]
+    assert llm.steps[-1].verified is not None and llm.steps[-1].verified.requests == [first, third]
+    third.speculation = None
+    llm.scheduler.runs.end_verifications()
+    llm.step()
+    assert llm.steps[-1].verified is None and looks[-1] == 14
+
+
 def test_requests_are_preempted_in_such_lives() -> None:
+    assert any(_live(seed, 0, windows=False, drafts=True, alike=True).num_preemptions for seed in range(6))
     assert any(_live(seed, 1, windows=False).num_preemptions for seed in range(6))

@@ -166,7 +166,7 @@ def test_who_waits_for_blocks_of_its_own_again_is_told_to_the_worker_with_its_ne
     drafters = [DrafterInfo("mtp", 3, 3, 3, is_head=True, reads_all_rows=True)]
     scheduler = Scheduler(SchedulerConfig(), KVCacheManager(8, 4), 64)
     drafting = Drafting(EngineConfig(ModelConfig("m")), drafters, scheduler)
-    inputs, request = StepInputs(makes_drafts=True), Request([1] * 9, SamplingParams(), block_ids=[0, 1, 2])
+    inputs, request = StepInputs(needs_hashes=True), Request([1] * 9, SamplingParams(), block_ids=[0, 1, 2])
     step = ScheduledStep.of([ScheduledRequest(request, 0, 8, False)])
     assert [new.block_ids for new in inputs.build(1, step).new_requests] == [[0, 1, 2]]
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
@@ -188,7 +188,7 @@ def _verified(num_requests: int, drafts_trees: bool = False) -> tuple[Drafting, 
     scheduler = Scheduler(SchedulerConfig(), KVCacheManager(64, 16), 64)
     scheduler.planner.begin_step(num_requests)
     drafting = Drafting(EngineConfig(ModelConfig("m")), drafters, scheduler)
-    inputs, requests = StepInputs(makes_drafts=True), _requests(num_requests)
+    inputs, requests = StepInputs(needs_hashes=True), _requests(num_requests)
     wanted = drafting.resolve(SamplingParams(temperature=0.0, speculative_method="mtp"))
     for request in requests:
         request.stop_conditions = StopConditions(request, 64)

@@ -84,7 +84,8 @@ def test_an_index_that_grows_in_pieces_finds_what_a_search_finds(sizes: tuple[in
             piece = [numbers.randrange(3) for _ in range(numbers.randrange(5))]
             text += piece
             index.extend(piece)
-            assert index.find(text[-longest:]) == (_searched(text, shortest, longest) or 0), text
+            assert not text or index.end_key == index.key_of(text[-longest:])
+            assert index.find(text[-longest:], index.end_key) == (_searched(text, shortest, longest) or 0), text
         assert index.token_ids == text
 
 
@@ -93,10 +94,11 @@ def test_a_longer_ngram_is_searched_for_at_so_many_places(monkeypatch: pytest.Mo
     monkeypatch.setattr(ngram, "MAX_LOOKS", 5)
     index = NgramIndex(2, 4)
     index.extend([10, 11, 1, 2, 20, *[9, 8, 1, 2, 30] * 4])
-    assert index.find([10, 11, 1, 2]) == 4, "the fifth place from the end"
+    key = index.key_of([1, 2])
+    assert index.find([10, 11, 1, 2], key) == 4, "the fifth place from the end"
     index.extend([9, 8, 1, 2, 40])
-    assert index.find([10, 11, 1, 2]) == index.token_ids.index(40), "the sixth: two tokens are enough"
-    assert index.find([7, 8, 1, 2]) == index.token_ids.index(40)
+    assert index.find([10, 11, 1, 2], key) == index.token_ids.index(40), "the sixth: two tokens are enough"
+    assert index.find([7, 8, 1, 2], key) == index.token_ids.index(40)
 
 
 def test_a_text_that_is_not_indexed_yet_is_looked_up_by_its_own_end(monkeypatch) -> None:

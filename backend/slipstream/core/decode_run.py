@@ -24,7 +24,6 @@ from slipstream.core.speculation import Speculation
 from slipstream.core.stats import Stats
 from slipstream.core.step import ScheduledStep
 
-_LOOKS = 2  # steps that look, before a run is worth making
 _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 MayDraft = Callable[[Speculation], bool]  # whether drafts are made in this step for requests with these settings
 
@@ -271,58 +270,6 @@ class DecodeRun:
             if not self._cache.allocate(request, request.num_computed_tokens + 1):
                 return None
         return grown
-
-
-class DecodeRuns:
-    """The run of now, if there is one; it is made and dropped here."""
-
-    def __init__(self, cache: KVCacheManager, may_draft: MayDraft) -> None:
-        self._cache = cache
-        self._may_draft = may_draft
-        self._run: DecodeRun | None = None
-        self._num_looks = 0  # steps without drafts since the last run
-        self._special: Request | None = None  # one of the running requests that needs a look
-
-    def start(self, request: Request) -> None:
-        if self._run is not None:
-            self._run.start(request)
-
-    def leave(self, request: Request) -> None:
-        if self._run is not None:
-            self._run.leave(request)
-        if request is self._special:
-            self._special = None
-
-    def schedule(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> bool:
-        """`DecodeRun.schedule`; False if the scheduler has to look at each request."""
-        if self._run is not None and self._run.schedule(step, budget, prefills):
-            return True
-        self._num_looks, self._run = (0 if self._run is not None else self._num_looks), None
-        return False
-
-    def note_look(self, step: ScheduledStep, running: Sequence[Request], prefills: Sequence[Request]) -> None:
-        """step: of decodes without drafts, at each of which the scheduler has looked."""
-        self._num_looks += 1
-        may_draft = self._may_draft
-        if self._num_looks < _LOOKS or (self._special is not None and needs_look(self._special, may_draft)):
-            return
-        self._special = next((request for request in step.requests if needs_look(request, may_draft)), None)
-        if self._special is None:
-            self._run = DecodeRun.after(step, running, prefills, self._cache, may_draft)
-
-    def commit(
-        self,
-        step: ScheduledStep,
-        sampled_token_ids: list[list[int]],
-        now_ns: int,
-        stats: Stats,
-        leave: Callable[[Request], None],
-    ) -> tuple[StepOutputs, int]:
-        """Commit the rows of a step that the run of now has scheduled. Returns their outputs and the number of rows."""
-        rows = step.run
-        if rows is None or rows.run is not self._run:
-            return StepOutputs(), 0
-        return rows.run.commit(rows, sampled_token_ids, now_ns, stats, leave), len(rows.requests)
 
 
 def needs_look(request: Request, may_draft: MayDraft) -> bool:

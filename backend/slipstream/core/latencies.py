@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 from slipstream.core.outputs import DecodedTokens
 from slipstream.core.request import FinishReason, Request
@@ -34,14 +36,30 @@ def note_times(stats: Stats, sampled: DecodedTokens, now_ns: int) -> None:
             if times.arrival_ns:
                 stats.observe(Metric.TTFT, max(0, now_ns - times.arrival_ns) * 1e-9)
         times.last_token_ns = now_ns
+    _note_alike(stats, alike, now_ns)
+    for index in sampled.ended:
+        note_lengths(stats, sampled.requests[index])
+
+
+def note_alike_times(stats: Stats, sampled: DecodedTokens, last_ns: int, now_ns: int) -> None:
+    """The same for requests that all had their last token at last_ns; the caller updates their times. One that ends is
+    observed with them."""
+    counts = Counter(map(len, sampled.token_ids))
+    _note_alike(stats, {(last_ns, num_new): count for num_new, count in counts.items()}, now_ns)
+    for index in sampled.ended:
+        request = sampled.requests[index]
+        request.times.last_token_ns = now_ns
+        note_lengths(stats, request)
+
+
+def _note_alike(stats: Stats, alike: Mapping[tuple[int, int], int], now_ns: int) -> None:
+    """alike: requests by the time of the last token and number of new ones."""
     latencies, num_generated = stats.observations(Metric.ITL), 0
     for (last_ns, num_new), count in alike.items():
         num_generated += count * num_new
         if last_ns:
             latencies += [(now_ns - last_ns) * 1e-9 / num_new] * (count * num_new)
     stats.add(Metric.GENERATION_TOKENS, num_generated)
-    for index in sampled.ended:
-        note_lengths(stats, sampled.requests[index])
 
 
 def note_decodes(stats: Stats, count: int, last_ns: int, now_ns: int) -> None:

@@ -20,7 +20,6 @@ from operator import attrgetter
 from slipstream.core.adapters import AdapterSlots
 from slipstream.core.admission import Admission
 from slipstream.core.config import SchedulerConfig
-from slipstream.core.decode_run import DecodeRuns
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_end, note_lengths, note_start, note_times
@@ -29,6 +28,7 @@ from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.prefix import Prefix
 from slipstream.core.queue_order import ExpiryQueue, SortKey, next_key, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.runs import Runs
 from slipstream.core.speculation import DraftPlanner, VerifiedDrafts, truncate_drafts
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
@@ -65,7 +65,7 @@ class Scheduler:
         self.admission = Admission(config, cache, max_model_len)
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
-        self._runs = DecodeRuns(cache, lambda wanted: self.planner.num_drafts_of(wanted) > 0)
+        self.runs = Runs(cache, lambda wanted: self.planner.num_drafts_of(wanted) > 0)
         self._num_added = 0
         self.prefill_budget = prefill_budget or PrefillBudget.of(config)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
@@ -159,8 +159,9 @@ class Scheduler:
         self._num_turn_tokens -= num_reserved
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
-        if self._runs.schedule(step, budget, prefills):
-            budget -= len(step.requests)
+        num_tokens = self.runs.schedule(step, budget, prefills, self._running)
+        if num_tokens is not None:
+            budget -= num_tokens
         elif self._running:
             budget = self._schedule_decodes(step, budget, prefills)
         prefills = self.cache.begin_step(len(self._running), prefills)
@@ -214,8 +215,8 @@ class Scheduler:
             budget -= num_new
             draft_budget -= num_new - 1
         step.fill_decodes(counts)
-        if sum(counts) == len(counts) and self.num_microbatches == 1:
-            self._runs.note_look(step, self._running, prefills)
+        if self.num_microbatches == 1:
+            self.runs.note_look(step, self._running, prefills)
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -295,7 +296,7 @@ class Scheduler:
         if step.layered is not None and step.layered.request.status is RequestStatus.RUNNING:
             self.cache.commit(step.layered.request)
         now_ns = time.time_ns()
-        outputs, first = self._runs.commit(step, sampled_token_ids, now_ns, self.stats, self._leave)
+        outputs, first = self.runs.commit(step, sampled_token_ids, now_ns, self.stats, self._leave)
         if outputs and first == len(step.requests):
             return outputs
         requests, token_ids, ended = list[Request](), list[list[int]](), dict[int, FinishReason]()
@@ -345,7 +346,7 @@ class Scheduler:
         if request.adapter is not None:
             request.adapter_slot = self.adapters.hold(request.adapter)
         insort(self._running, request, key=_sort_key)
-        self._runs.start(request)
+        self.runs.start(request)
 
     def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> int:
         """Allocate blocks for a decode; if short, drop its drafts, then preempt the last request in order.
@@ -376,7 +377,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """What it holds as one of the running requests, which change by that, as in `_start`."""
-        self._runs.leave(request)
+        self.runs.leave(request)
         self.admission.release(request)
         self.cache.free(request)
         if request.adapter is not None:

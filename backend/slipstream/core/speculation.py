@@ -341,12 +341,17 @@ class VerifiedDrafts:
 
     def record(self, stats: Stats) -> None:
         for (method, num_drafted, depth, num_accepted), count in Counter(self._found).items():
-            stats.add(Metric.DRAFTED_TOKENS, count * num_drafted)
-            stats.add(Metric.ACCEPTED_TOKENS, count * num_accepted)
-            for position in range(1, depth + 1) if method else ():
-                stats.add(drafted_metric(method, position), count)
-                if position <= num_accepted:
-                    stats.add(accepted_metric(method, position), count)
+            record_verified(stats, method, num_drafted, depth, num_accepted, count)
+
+
+def record_verified(stats: Stats, method: str, num_drafted: int, depth: int, num_accepted: int, count: int) -> None:
+    """Count `count` verifications alike. depth: of the deepest draft."""
+    stats.add(Metric.DRAFTED_TOKENS, count * num_drafted)
+    stats.add(Metric.ACCEPTED_TOKENS, count * num_accepted)
+    for position in range(1, depth + 1) if method else ():
+        stats.add(drafted_metric(method, position), count)
+        if position <= num_accepted:
+            stats.add(accepted_metric(method, position), count)
 
 
 def truncate_drafts(request: Request, max_drafts: int) -> int:

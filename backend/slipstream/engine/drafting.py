@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import compress
 
-import torch
-
 from slipstream.core.config import NO_SPECULATION, EngineConfig
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
@@ -16,14 +14,11 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.speculation import DraftPlanner, MeasuredStep, Speculation
+from slipstream.core.speculation import MeasuredStep, Speculation
 from slipstream.core.step import ScheduledStep
-from slipstream.core.step_costs import StepCosts
-from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep
+from slipstream.core.verify_run import VerifyRun
+from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, alike_verifications
 from slipstream.engine.step_inputs import StepInputs
-from slipstream.nn.quant import FREE_TOKENS, choose_methods
-from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.hardware import Hardware
 from slipstream.worker.interface import AlikeBudgets, DraftBudget, DrafterInfo, DraftInput, DraftResult
 from slipstream.worker.request_state import draws_by_itself
 from slipstream.worker.spec_decode import PROPOSERS
@@ -48,6 +43,11 @@ class Drafting:
     @property
     def is_empty(self) -> bool:
         return not self._drafters
+
+    @property
+    def needs_hashes(self) -> bool:
+        """Whether a drafter has a cache, whose blocks it knows by the hashes of the prefix cache."""
+        return any(one.num_scratch_slots or one.reads_all_rows for one in self._drafters.values())
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """The speculation settings of a request. Raises RequestError if the method is not loaded or refuses it."""
@@ -86,6 +86,12 @@ class Drafting:
         scheduler, cache = self._scheduler, self._scheduler.cache
         is_ahead = is_ahead and scheduler.num_microbatches == 1
         num_spare = 0 if scheduler.num_waiting or not is_ahead else SPARE_SLOTS
+        run = step.verified
+        drafter = None if run is None else self._drafter_of(run.speculation)
+        if run is not None and drafter is not None and not (is_ahead and drafter.is_head):
+            for request, num_slots in run.short_of(1 + drafter.num_scratch_slots):
+                cache.allocate(request, min(num_slots, scheduler.admission.most_slots(request)))
+            return
         known, drafter = None, None
         lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
         for request, first, count, samples, num_drafts in zip(*lists):
@@ -155,10 +161,13 @@ class Drafting:
         """The worker's draft input after a committed step; None if no request drafts. token_ids: the new tokens of each
         request. ahead: what is launched ahead, perhaps behind this step."""
         step = in_flight.step
+        found = None
         if ahead is not None and ahead.in_flight.step is step:
             found = self._alike_after(in_flight, token_ids, inputs)
-            if found is not None:
-                return found
+        elif in_flight.indices is None and (run := step.verified) is not None:
+            found = self._chains_after(in_flight, run, token_ids, inputs)
+        if found is not None:
+            return found
         if step.run is not None and len(step.run.requests) == len(step.requests) and not self._heads:
             return None  # no drafts are made for a run, and proposers hear of its tokens when some are
         budgets, concerned, computed = [], [], []
@@ -195,13 +204,16 @@ class Drafting:
         """Store the worker's drafts in the requests."""
         if result.is_behind:
             self._decoded_at = 0.0  # the step's time says nothing of those that draft
-        by_id = {request.sequence_id: request for request in step.requests}
+        if drafts.alike is not None:
+            for index, chain in zip(drafts.alike.indices, result.chains, strict=True):
+                request = step.requests[index]
+                request.draft_token_ids = chain
+                if request.draft_parents:
+                    request.draft_parents = []
+        by_id = {request.sequence_id: request for request in step.requests} if drafts.budgets or result.lost_ids else {}
         for sequence_id in result.lost_ids:
             by_id[sequence_id].speculation = None
-        if drafts.alike is not None:
-            for sequence_id, chain in zip(drafts.alike.sequence_ids, result.chains, strict=True):
-                request = by_id[sequence_id]
-                request.draft_token_ids, request.draft_parents = chain, []
+            self._scheduler.runs.end_verifications()
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = tokens.token_ids, tokens.parents
@@ -211,7 +223,7 @@ class Drafting:
     def measure(self, step: ScheduledStep, sampled: SampledStep) -> None:
         """Report accepted drafts, and the time since the previous decode step, to the planner."""
         now, planner, count = time.monotonic(), self._scheduler.planner, len(step.requests)
-        for (method, num_drafts, rows), number in _alike(step, sampled).items():
+        for (method, num_drafts, rows), number in alike_verifications(step, sampled).items():
             planner.observe(method, num_drafts, rows, number)
         is_decode = step.layered is None and step.total_num_scheduled_tokens == count + sum(step.num_drafts)
         num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
@@ -291,7 +303,9 @@ class Drafting:
             return None
         if self._scheduler.planner.num_drafts_of(expected) != num_drafts:
             return None
-        alike, concerned, computed = AlikeBudgets(expected.method, num_drafts), [], []
+        if (run := step.verified) is not None:
+            return self._after_run(in_flight, run, num_drafts, token_ids, inputs)
+        sequence_ids, indices, concerned, computed = list[int](), list[int](), [], []
         rows = zip(step.requests, step.num_computed_tokens, token_ids)
         for index, (request, first, new) in enumerate(rows):  # none has been left out of the launched step
             if request.status is not running:
@@ -301,11 +315,38 @@ class Drafting:
                 return None
             concerned.append(request)
             computed.append((request.sequence_id, first, count))
-            alike.sequence_ids.append(request.sequence_id)
-            alike.indices.append(index)
+            sequence_ids.append(request.sequence_id)
+            indices.append(index)
         if not concerned:
             return None
+        alike = AlikeBudgets(expected.method, num_drafts, sequence_ids, indices)
         return DraftInput(in_flight.step_id, [], computed, inputs.updates(concerned), alike)
+
+    def _chains_after(
+        self, in_flight: InFlightStep, run: VerifyRun, token_ids: Sequence[list[int]], inputs: StepInputs
+    ) -> DraftInput | None:
+        """`input_after` of a run whose proposer makes chains for all requests at once. None if some request may have
+        fewer drafts than others."""
+        drafter, num_drafts = self._drafters[run.speculation.method], 0
+        if drafter.makes_chains:
+            num_drafts = self._scheduler.planner.num_drafts_of(run.speculation)
+        if not num_drafts or run.least_left() <= num_drafts or not run.are_held(drafter.num_scratch_slots):
+            return None
+        return self._after_run(in_flight, run, num_drafts, token_ids, inputs)
+
+    def _after_run(
+        self,
+        in_flight: InFlightStep,
+        run: VerifyRun,
+        num_drafts: int,
+        token_ids: Sequence[list[int]],
+        inputs: StepInputs,
+    ) -> DraftInput:
+        alike = AlikeBudgets(run.speculation.method, num_drafts, run.sequence_ids, range(len(run.requests)))
+        computed = []
+        if self._heads:  # they hear of all that is computed
+            computed = list(zip(run.sequence_ids, in_flight.step.num_computed_tokens, map(len, token_ids)))
+        return DraftInput(in_flight.step_id, [], computed, inputs.updates(run.requests), alike)
 
     def _budget(self, request: Request, place: int, num_drafts: int, num_scratch: int) -> DraftBudget | None:
         """The draft budget of a running request after a row that sampled, or None. place: in the launched step.
@@ -341,39 +382,5 @@ def _most_slots_after(num_tokens: int, drafter: DrafterInfo, num_ahead: int) -> 
     return num_tokens + 1 + num_ahead + drafter.num_scratch_slots
 
 
-def _alike(step: ScheduledStep, sampled: SampledStep) -> dict[tuple[str, int, Sequence[int]], int]:
-    """How many verifications of a step have the same method, number of drafts and accepted rows: most have them in
-    common, so that the planner hears of few."""
-    counts: dict[tuple[str, int, Sequence[int]], int] = {}
-    requests, num_drafts = step.requests, step.num_drafts
-    for index, rows in sampled.accepted_rows.items():
-        speculation = requests[index].speculation
-        if speculation is not None:
-            alike = speculation.method, num_drafts[index], rows
-            counts[alike] = counts.get(alike, 0) + 1
-    return counts
-
-
 # One object for all requests of the same settings, so that a loop over them sees at a glance what it has looked at.
 _speculation = cache(Speculation)
-
-_FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
-
-
-def make_planner(
-    config: EngineConfig, spec: DecoderSpec, hardware: Hardware, costs: StepCosts | None = None
-) -> DraftPlanner:
-    """costs: step times measured at start, or None. Without them the number of free rows follows from the weights'
-    format. On a CPU, which is for development, there is no limit."""
-    if config.speculation.throttle == "off":
-        return DraftPlanner()
-    free_tokens = config.speculation.free_tokens
-    if free_tokens == 0 and costs is None and hardware.device.type == "cuda":
-        free_tokens = _free_tokens(config, spec, hardware)
-    return DraftPlanner(max(0, free_tokens), is_adaptive=True, costs=costs)
-
-
-def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
-    if hardware.dtype == torch.float32:
-        return _FREE_TOKENS_OF_FLOAT32
-    return FREE_TOKENS[choose_methods(config.model, spec).name]

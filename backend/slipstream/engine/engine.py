@@ -30,13 +30,14 @@ from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.beam_search import BeamSearches, first_step
-from slipstream.engine.drafting import Drafting, make_planner
+from slipstream.engine.drafting import Drafting
 from slipstream.engine.executor import MakeWorker, local_worker, make_kv_cache, make_prefill_budget, steps_in_flight
 from slipstream.engine.grammar_host import make_grammar_host
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
 from slipstream.engine.inbox import MAX_MESSAGES, Add, Finish, ended_by
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.kv_events import open_kv_events
+from slipstream.engine.make_planner import make_planner
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
@@ -113,7 +114,7 @@ class Engine:
         self._num_steps = 0
         self.error: EngineError | None = None
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
-        kinds = not self._drafting.is_empty, cache.windows is not None, hardware.parallel.num_stages > 1
+        kinds = self._drafting.needs_hashes, cache.windows is not None, hardware.parallel.num_stages > 1
         self._inputs = StepInputs(self._drafting.proposers, *kinds)
         checks = config.structured_output, self._drafting.resolve, processors.check, config.model.enable_lora
         self._input_processor = InputProcessor(self.spec, self.tokenizer, *checks)

@@ -8,8 +8,10 @@ is dropped: it has written only to slots that its requests do not use yet.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import add, gt
 
 from slipstream.core.drafts import rows_accepted, tokens_accepted
@@ -42,11 +44,13 @@ class SampledStep:
     """token_ids: aligned with step.requests, empty for those that do not sample. logprobs: by sequence id, per token.
 
     accepted_rows: by index in step.requests, where drafts were verified: rows of the last token and of accepted drafts.
+    num_accepted: instead, of each request of a run of verifications, whose drafts are chains: such rows, as a number.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     accepted_rows: dict[int, Sequence[int]] = field(default_factory=dict)
+    num_accepted: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,18 @@ def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
             return SampledStep([[token_id] for token_id in drawn], result.logprobs)
         rest = iter(drawn)
         return SampledStep([[next(rest)] if samples else [] for samples in step.samples], result.logprobs)
+    run = step.verified
+    if run is not None and run.speculation.may_run_ahead and in_flight.indices is None and not result.logprobs:
+        return _verified_run(step, drawn, result.accepted)
     return _verified_step(in_flight, result, result.accepted)
+
+
+def _verified_run(step: ScheduledStep, drawn: list[int], accepted: Sequence[int]) -> SampledStep:
+    """`_verified_step` of chains that are verified exactly: an accepted draft is the token that was drawn before it."""
+    num_accepted = list(map(len, map(rows_accepted, accepted, step.num_drafts)))
+    firsts = accumulate(step.num_scheduled_tokens, initial=0)
+    new = [drawn[first : first + count] for first, count in zip(firsts, num_accepted)]
+    return SampledStep(new, num_accepted=num_accepted)
 
 
 def _verified_step(in_flight: InFlightStep, result: StepResult, accepted: Sequence[int]) -> SampledStep:
@@ -128,6 +143,23 @@ def _verified_step(in_flight: InFlightStep, result: StepResult, accepted: Sequen
                 sampled.logprobs[request.sequence_id] = [entries[row] for row in rows]
         first += 1 + num_drafts
     return sampled
+
+
+def alike_verifications(step: ScheduledStep, sampled: SampledStep) -> dict[tuple[str, int, Sequence[int]], int]:
+    """How many verifications of a step have the same method, number of drafts and accepted rows: most have them in
+    common, so that the planner hears of few."""
+    counts: dict[tuple[str, int, Sequence[int]], int] = {}
+    if sampled.num_accepted is not None and step.verify_run is not None:
+        method = step.verify_run.speculation.method
+        pairs = Counter(zip(step.num_drafts, sampled.num_accepted))
+        return {(method, drafted, range(held)): count for (drafted, held), count in pairs.items() if drafted}
+    requests, num_drafts = step.requests, step.num_drafts
+    for index, rows in sampled.accepted_rows.items():
+        speculation = requests[index].speculation
+        if speculation is not None:
+            alike = speculation.method, num_drafts[index], rows
+            counts[alike] = counts.get(alike, 0) + 1
+    return counts
 
 
 def failures_of(in_flight: InFlightStep, result: StepResult) -> list[tuple[Request, SlipstreamError]]:

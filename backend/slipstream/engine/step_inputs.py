@@ -16,25 +16,26 @@ _sequence_id: Callable[[Request], int] = attrgetter("sequence_id")
 class StepInputs:
     """Tracks what the worker knows of each request.
 
-    proposers: methods that read a request's text. makes_drafts: drafters are loaded, which need block hashes.
+    proposers: methods that read a request's text. needs_hashes: drafters with caches are loaded, which read hashes.
     has_windows: some KV groups are windowed. has_stages: accepted branches are moved when they are known here.
     """
 
     def __init__(
         self,
         proposers: Iterable[str] = (),
-        makes_drafts: bool = False,
+        needs_hashes: bool = False,
         has_windows: bool = False,
         has_stages: bool = False,
     ) -> None:
         self._proposers = frozenset(proposers)
-        self._makes_drafts = makes_drafts
+        self._needs_hashes = needs_hashes
         self._has_windows = has_windows
         self._has_stages = has_stages
         self._tree_steps: set[int] = set()  # ids of those that are not read yet
         self._accepted: list[AcceptedBranches] = []  # since the last message
         self._readers: dict[int, Request] = {}  # requests whose text the worker reads, by id
         self._num_sent_tokens: dict[int, int] = {}  # of these
+        self._may_have_tokens = False  # a step was read since they were looked at
         self._num_sent_hashes: dict[int, int] = {}
         self._last_requests: list[Request] = []
         self._last_ids: list[int] = []
@@ -55,7 +56,7 @@ class StepInputs:
         block_ids = self._new_blocks(changed, new_requests)
         total_num_drafts = sum(step.num_drafts)
         token_ids, pending = _token_ids(step)
-        draft_parents = _draft_parents(step) if total_num_drafts else {}
+        draft_parents = _draft_parents(step) if total_num_drafts and step.verified is None else {}
         accepted, self._accepted = self._accepted, []
         if draft_parents and self._has_stages:
             self._tree_steps.add(step_id)
@@ -83,6 +84,7 @@ class StepInputs:
 
     def note_accepted(self, step_id: int, step: ScheduledStep, rows: Mapping[int, Sequence[int]]) -> None:
         """Keep what a step accepted that was read and is not committed yet. rows: SampledStep.accepted_rows."""
+        self._may_have_tokens = True
         if step_id not in self._tree_steps:
             return
         self._tree_steps.remove(step_id)
@@ -97,7 +99,7 @@ class StepInputs:
     def updates(self, requests: Sequence[Request]) -> Updates:
         """Changes of known requests since the last message."""
         hashes = {}
-        for request in requests if self._makes_drafts else ():
+        for request in requests if self._needs_hashes else ():
             num_sent = self._num_sent_hashes.get(request.sequence_id, 0)
             if len(request.block_hashes) > num_sent:
                 hashes[request.sequence_id] = request.block_hashes[num_sent:]
@@ -149,14 +151,16 @@ class StepInputs:
         if reads_text or method in self._proposers:
             self._readers[request.sequence_id] = request
             self._num_sent_tokens[request.sequence_id] = request.num_tokens
-        if self._makes_drafts:
+        if self._needs_hashes:
             self._num_sent_hashes[request.sequence_id] = len(request.block_hashes)
         request.num_sent_window_blocks = len(request.window_block_ids)
-        return new_request(request, with_hashes=self._makes_drafts)
+        return new_request(request, with_hashes=self._needs_hashes)
 
     def _new_tokens(self) -> dict[int, list[int]]:
-        found, num_sent_tokens = {}, self._num_sent_tokens
-        for sequence_id, request in self._readers.items():
+        found: dict[int, list[int]] = {}
+        num_sent_tokens, readers = self._num_sent_tokens, self._readers if self._may_have_tokens else {}
+        self._may_have_tokens = False
+        for sequence_id, request in readers.items():
             num_tokens, num_sent = len(request.token_ids), num_sent_tokens[sequence_id]
             if num_tokens > num_sent:
                 found[sequence_id] = request.token_ids[num_sent:]
@@ -196,6 +200,12 @@ def _layered(chunk: LayeredChunk) -> LayeredInput:
 def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
     """Token ids of all rows, and the indices of requests whose token is not known yet (its id is 0)."""
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
+    if (run := step.verified) is not None:
+        flat: list[int] = []
+        for known, drafts in zip(run.token_ids, run.drafts):
+            flat.append(known[-1])
+            flat += drafts
+        return flat, []
     # what holds for one request of a run holds for all
     if step.run is not None and starts[0] >= len(step.requests[0].token_ids):
         num_decodes = len(step.run.requests)

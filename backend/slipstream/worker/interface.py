@@ -180,13 +180,13 @@ class DraftBudget:
 
 @dataclass(slots=True)
 class AlikeBudgets:
-    """The requests of a verification behind which the next one is launched already: each may have a chain of num_drafts
-    tokens of the same head. indices: of sequence_ids in the launched step."""
+    """The requests of a verification that go on alike: each may have a chain of num_drafts tokens of the same head, if
+    the next one is launched already, or of the same proposer. indices: of sequence_ids in the launched step."""
 
     method: str
     num_drafts: int
     sequence_ids: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
+    indices: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ class DrafterInfo:
 
     num_drafts: default per step and request. num_levels: the deepest draft. num_scratch_slots: cache slots past a
     request's tokens that drafting writes and that need blocks. is_head: it drafts on the device after the step, before
-    it is read. reads_all_rows, drafts_trees: see DraftHead.
+    it is read. reads_all_rows, drafts_trees: see DraftHead. makes_chains: it is a ChainProposer.
     """
 
     method: str
@@ -237,6 +237,7 @@ class DrafterInfo:
     is_head: bool
     reads_all_rows: bool
     drafts_trees: bool = False
+    makes_chains: bool = False
 
     @property
     def follows_prompts(self) -> bool:

@@ -91,6 +91,15 @@ class Proposer(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class ChainProposer(Proposer, Protocol):
+    """Needs nothing of a request but its text, and is never behind it."""
+
+    def chains(self, requests: Sequence[RequestState], num_drafts: int) -> list[list[int]]:
+        """At most num_drafts tokens for each request."""
+        ...
+
+
 class DraftReadiness(enum.Enum):
     """READY: the head has read a step's tokens, so it may draft after them. BEHIND: it has not. LOST: its cache has a
     gap that stays, so that the request's own head cannot draft for it any more."""

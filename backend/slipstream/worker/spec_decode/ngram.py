@@ -1,6 +1,6 @@
 """Prompt lookup: drafts the tokens that followed the last n-gram earlier in the text or in a given reference.
 
-No model and no device. Places are indexed by their last two tokens as the text grows, and those that end alike are
+No model and no device. Places are indexed by the two tokens before them as the text grows, and those that end alike are
 chained, so a look-up costs a few comparisons however long the text is. Sources: arXiv:2304.04487 (inference with
 reference), prompt lookup; the chains are those of LZ77 in zlib.
 """
@@ -25,73 +25,68 @@ _CHAINED = 2  # tokens of the n-grams whose places are chained, if longer and sh
 class NgramIndex:
     """Finds the last place of n-grams of `shortest` to `longest` tokens in a text that only grows.
 
-    A place is the number of tokens before it. `_last` has the last place behind each n-gram of `_size` tokens, 32 bits
-    a token in a key, and `_previous` the place before each that ends alike; 0: none. Longer n-grams are found by
-    comparing tokens, the last MAX_LOOKS places back; shorter ones, of one token, have a dictionary of their own.
+    A place is the number of tokens before it. `_last` has the last place behind each two tokens (one, if `longest` is
+    one), 32 bits a token in a key, and `_previous` the place before each that ends alike. Places before the first of
+    them mean none. Longer n-grams are found by comparing tokens, at most MAX_LOOKS places back; shorter ones have a
+    dictionary of their own. end_key: of the last ones.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._longest = longest
-        self._size = size = min(max(shortest, _CHAINED), longest)
-        self._mask = (1 << 32 * size) - 1
-        self._end_key = 0  # of the last `size` tokens
+        self._shortest, self._longest = shortest, longest
+        self._size = min(2, longest)  # of the n-grams whose places are chained
+        self._shift = 1 << 32 if self._size > 1 else 0
         self._last: dict[int, int] = {}
         self._previous: list[int] = []  # by place
-        self._singles: dict[int, int] | None = {} if shortest < size else None  # the last place behind a token
+        self._singles: dict[int, int] | None = {} if shortest < self._size else None  # the last place behind a token
+        self.end_key = 0
         self.token_ids: list[int] = []
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens. N-grams that end with the last token are not indexed yet: no token follows them."""
-        start = place = len(self.token_ids)
-        key, mask, size, last = self._end_key, self._mask, self._size, self._last
+        start, key, shift, last = len(self.token_ids), self.end_key, self._shift, self._last
         last_of, note_previous = last.get, self._previous.append
-        for token_id in token_ids:
-            if place < size:
-                note_previous(0)
-            else:
-                note_previous(last_of(key, 0))
-                last[key] = place
-            place += 1
-            key = (key << 32 | token_id) & mask
-        self._end_key = key
+        before = self.token_ids[-1] * shift if start else 0
+        for place, token_id in enumerate(token_ids, start):
+            note_previous(last_of(key, 0))
+            last[key] = place
+            key = before | token_id
+            before = token_id * shift
+        self.end_key = key
         self.token_ids += token_ids
         if self._singles is not None:
             first = max(start, 1)
-            self._singles.update(zip(self.token_ids[first - 1 : -1], range(first, place)))
+            self._singles.update(zip(self.token_ids[first - 1 : -1], range(first, len(self.token_ids))))
 
-    def find(self, end: list[int]) -> int:
+    def key_of(self, end: list[int]) -> int:
+        """The key of what a text ends with."""
+        return end[-1] | (end[-2] * self._shift if len(end) > 1 else 0)
+
+    def find(self, end: list[int], key: int) -> int:
         """The last place behind the longest indexed n-gram that a text ends with; 0 if there is none. end: the last
-        `longest` tokens of the text, or all of a shorter one."""
-        key = 0
-        for token_id in end[-self._size :]:
-            key = key << 32 | token_id
-        place = self._last.get(key, 0) if len(end) >= self._size else 0
-        if not place:
+        `longest` tokens of the text, or all of a shorter one. key: of `end`."""
+        place, num_tokens = self._last.get(key, 0), len(end)
+        if place < self._size or num_tokens < self._size:
             return self._singles.get(end[-1], 0) if self._singles and end else 0
-        num_tokens = len(end)
         if place >= num_tokens and self.token_ids[place - num_tokens : place] == end:
-            return place
+            return place if num_tokens >= self._shortest else 0
         return self._longest_of(place, end)
 
-    def continuation(self, end: list[int], num_tokens: int) -> list[int]:
+    def continuation(self, end: list[int], key: int, num_tokens: int) -> list[int]:
         """The tokens behind the place that `find` finds; past the end of the text they repeat from there."""
-        found = self.find(end)
+        found = self.find(end, key)
         if not found:
             return []
         tokens = self.token_ids[found : found + num_tokens]
-        while tokens and len(tokens) < num_tokens:
-            tokens += tokens[: num_tokens - len(tokens)]
-        return tokens
+        return tokens if len(tokens) == num_tokens else (tokens * num_tokens)[:num_tokens]
 
     def _longest_of(self, place: int, end: list[int]) -> int:
-        """Among this place and those before it that end alike, the last one behind the most tokens of `end`."""
+        """Among this place and those before it that end alike, the last one behind the most tokens of `end`; 0 if they
+        are fewer than `shortest`."""
         token_ids, previous, size, most = self.token_ids, self._previous, self._size, len(end)
         found, longest = place, size
-        if most == size:
-            return found
-        nearest = end[-size - 1]
-        for _ in range(MAX_LOOKS):
-            if token_ids[place - size - 1] == nearest and place > size:
+        nearest = end[-size - 1] if most > size else -1
+        for _ in range(MAX_LOOKS if most > size else 0):
+            if place > size and token_ids[place - size - 1] == nearest:
                 count = size + 1
                 while count < most and count < place and token_ids[place - count - 1] == end[-count - 1]:
                     count += 1
@@ -100,9 +95,9 @@ class NgramIndex:
                     if count == most:
                         break
             place = previous[place]
-            if not place:
+            if place < size:
                 break
-        return found
+        return found if longest >= self._shortest else 0
 
 
 @PROPOSERS.register("ngram")
@@ -139,6 +134,9 @@ class NgramProposer:
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
         return [DraftOutput(self._continue(one.request, one.num_drafts)) for one in requests]
 
+    def chains(self, requests: Sequence[RequestState], num_drafts: int) -> list[list[int]]:
+        return [self._continue(request, num_drafts) for request in requests]
+
     def seconds(self) -> dict[int, float]:
         return {}
 
@@ -150,25 +148,27 @@ class NgramProposer:
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """Look up the reference first: it is given because the output is expected to repeat it."""
-        token_ids, text = request.token_ids, self._texts.get(request.sequence_id)
-        if text is None or len(text.token_ids) < len(token_ids):
-            text = self._grown(self._texts, request, token_ids)
-        end = token_ids[-self._longest :]
-        if request.params.reference_ids:
-            reference = self._grown(self._references, request, request.params.reference_ids)
-            drafts = reference.continuation(end, num_drafts)
+        known = request.token_ids
+        text, end = self._grown(self._texts, request.sequence_id, known), known[-self._longest :]
+        key = text.end_key if len(text.token_ids) == len(known) else text.key_of(end)
+        if reference_ids := request.params.reference_ids:
+            reference = self._grown(self._references, request.sequence_id, reference_ids)
+            drafts = reference.continuation(end, key, num_drafts)
             if drafts:
                 return drafts
-        return text.continuation(end, num_drafts)
+        return text.continuation(end, key, num_drafts)
 
-    def _grown(self, indices: dict[int, NgramIndex], request: RequestState, token_ids: Sequence[int]) -> NgramIndex:
+    def _grown(self, indices: dict[int, NgramIndex], sequence_id: int, token_ids: Sequence[int]) -> NgramIndex:
         """The request's index of these tokens, extended by MAX_INDEXED_TOKENS, or what MAX_KEPT_NGRAMS has left."""
-        index = indices.get(request.sequence_id)
+        index = indices.get(sequence_id)
         if index is None:
-            index = indices[request.sequence_id] = NgramIndex(self._shortest, self._longest)
+            index = indices[sequence_id] = NgramIndex(self._shortest, self._longest)
         start = len(index.token_ids)
-        if start < len(token_ids):
-            added = token_ids[start : start + min(MAX_INDEXED_TOKENS, self._max_tokens - self._num_tokens)]
-            self._num_tokens += len(added)
-            index.extend(added)
+        num_missing = len(token_ids) - start
+        if num_missing > 0:
+            num_left = self._max_tokens - self._num_tokens
+            if num_missing > MAX_INDEXED_TOKENS or num_missing > num_left:
+                num_missing = min(MAX_INDEXED_TOKENS, num_left)
+            self._num_tokens += num_missing
+            index.extend(token_ids[start : start + num_missing])
         return index

@@ -29,6 +29,7 @@ from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.request_state import RequestStates
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
+    ChainProposer,
     DraftHead,
     DraftReadiness,
     DraftRequest,
@@ -58,6 +59,7 @@ class Speculator:
     def __init__(self, methods: Sequence[str], context: SpeculatorContext) -> None:
         self._drafters = {method: PROPOSERS.get(method)(context) for method in methods}
         self._proposers = {name: one for name, one in self._drafters.items() if isinstance(one, Proposer)}
+        self._chain_proposers = {name: one for name, one in self._proposers.items() if isinstance(one, ChainProposer)}
         self._heads = {name: one for name, one in self._drafters.items() if isinstance(one, DraftHead)}
         self.draft_probs: dict[int, torch.Tensor] = {}  # distributions of drawn drafts, by request id
 
@@ -80,7 +82,7 @@ class Speculator:
         for method, drafter in self._drafters.items():
             head = self._heads.get(method)
             levels, reads_all = (head.num_levels, head.reads_all_rows) if head is not None else (0, False)
-            kinds = head is not None, reads_all, drafter.drafts_trees
+            kinds = head is not None, reads_all, drafter.drafts_trees, method in self._chain_proposers
             found.append(DrafterInfo(method, drafter.num_drafts, levels, drafter.num_scratch_slots, *kinds))
         return tuple(found)
 
@@ -113,8 +115,11 @@ class Speculator:
         found: list[DraftTokens] = [_NO_DRAFTS] * len(drafts.budgets)
         lost_ids, is_behind = list[int](), False
         invalid = self._record_step(drafts, outputs, states, lost_ids)
-        if drafts.alike is not None:
-            return DraftResult(found, lost_ids, chains=_chains(drafts.alike, outputs, invalid))
+        if (alike := drafts.alike) is not None:
+            proposer = self._chain_proposers.get(alike.method)
+            if proposer is None:
+                return DraftResult(found, lost_ids, chains=_chains(alike, outputs, invalid))
+            return DraftResult(found, lost_ids, chains=proposer.chains(states.of(alike.sequence_ids), alike.num_drafts))
         if self.draft_probs:
             for budget in drafts.budgets:
                 self.draft_probs.pop(budget.sequence_id, None)
