@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 
 from slipstream.core.outputs import DecodedTokens
@@ -41,15 +40,14 @@ def note_times(stats: Stats, sampled: DecodedTokens, now_ns: int) -> None:
         note_lengths(stats, sampled.requests[index])
 
 
-def note_alike_times(stats: Stats, sampled: DecodedTokens, last_ns: int, now_ns: int) -> None:
-    """The same for requests that all had their last token at last_ns; the caller updates their times. One that ends is
-    observed with them."""
-    counts = Counter(map(len, sampled.token_ids))
+def note_alike_times(
+    stats: Stats, sampled: DecodedTokens, counts: Mapping[int, int], last_ns: int, now_ns: int
+) -> None:
+    """The same for requests that all had their last token at last_ns, and have their times already. counts: requests by
+    their number of new tokens."""
     _note_alike(stats, {(last_ns, num_new): count for num_new, count in counts.items()}, now_ns)
     for index in sampled.ended:
-        request = sampled.requests[index]
-        request.times.last_token_ns = now_ns
-        note_lengths(stats, request)
+        note_lengths(stats, sampled.requests[index])
 
 
 def _note_alike(stats: Stats, alike: Mapping[tuple[int, int], int], now_ns: int) -> None:

@@ -8,7 +8,7 @@ when a request comes, ends or is preempted. Knows no queues and no tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import add, attrgetter, ge, sub
 
@@ -29,7 +29,8 @@ class VerifyRun:
     """requests: all that run, of a step that has looked. speculation: the settings of all of them.
 
     token_ids, times, max_lens, sequence_ids: of the requests. stop_ids: of all together. drafts: of each request, in
-    the last step. is_intact: they all run still, and no other one does.
+    the last step. alike: of the last commit, requests by the numbers of their drafts and of the tokens that these gave.
+    is_intact: they all run still, and no other one does.
     """
 
     def __init__(self, step: ScheduledStep, speculation: Speculation, cache: KVCacheManager) -> None:
@@ -43,6 +44,7 @@ class VerifyRun:
         self.sequence_ids = [request.sequence_id for request in requests]
         self.stop_ids: frozenset[int] = frozenset().union(*(one.stop_conditions.token_ids for one in requests))
         self.drafts = list(map(_drafts, requests))
+        self.alike: Counter[tuple[int, int]] = Counter()
         self.is_intact = True
         self._is_committed = False
         last_ns = {clock.last_token_ns for clock in self.times}
@@ -119,7 +121,8 @@ class VerifyRun:
                 self._cache.commit(request)  # while it has its blocks
             leave(request)
         self._cache.commit_filled(filled)
-        for (num_drafts, count), number in Counter(zip(step.num_drafts, num_new)).items():
+        self.alike = Counter(zip(step.num_drafts, num_new))
+        for (num_drafts, count), number in self.alike.items():
             if num_drafts:
                 record_verified(stats, self.speculation.method, num_drafts, num_drafts, count - 1, number)
         sampled = DecodedTokens(requests, sampled_token_ids, ended)
@@ -168,10 +171,19 @@ class VerifyRun:
         return left, over
 
     def _note_times(self, stats: Stats, sampled: DecodedTokens, now_ns: int) -> None:
-        if self._last_ns:
-            note_alike_times(stats, sampled, self._last_ns, now_ns)
-            for clock in self.times:
-                clock.last_token_ns = now_ns
-        else:
+        last_ns, self._last_ns = self._last_ns, now_ns
+        if not last_ns:
             note_times(stats, sampled, now_ns)
-        self._last_ns = now_ns
+            return
+        for clock in self.times:
+            clock.last_token_ns = now_ns
+        note_alike_times(stats, sampled, self._counts(sampled), last_ns, now_ns)
+
+    def _counts(self, sampled: DecodedTokens) -> Mapping[int, int]:
+        """Requests of the last step by their number of new tokens."""
+        if sampled.ended:  # whose tokens are cut
+            return Counter(map(len, sampled.token_ids))
+        counts: dict[int, int] = {}
+        for (_, count), number in self.alike.items():
+            counts[count] = counts.get(count, 0) + number
+        return counts

@@ -151,7 +151,9 @@ def alike_verifications(step: ScheduledStep, sampled: SampledStep) -> dict[tuple
     counts: dict[tuple[str, int, Sequence[int]], int] = {}
     if sampled.num_accepted is not None and step.verify_run is not None:
         method = step.verify_run.speculation.method
-        pairs = Counter(zip(step.num_drafts, sampled.num_accepted))
+        pairs = (
+            step.verify_run.alike if step.verified is not None else Counter(zip(step.num_drafts, sampled.num_accepted))
+        )
         return {(method, drafted, range(held)): count for (drafted, held), count in pairs.items() if drafted}
     requests, num_drafts = step.requests, step.num_drafts
     for index, rows in sampled.accepted_rows.items():
