@@ -190,6 +190,7 @@ class _Told:
     stats: dict[int, list[float]] = field(default_factory=dict)
     num_runs: int = 0
     num_verified: int = 0  # steps of runs of verifications
+    num_torn: int = 0  # of these: a request has ended before the step was read
     num_preemptions: int = 0
 
 
@@ -204,9 +205,18 @@ def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False, alike:
     llm = _ahead(num_ahead, num_blocks=dice.choice([30, 45, 90]), groups=groups, max_num_batched_tokens=24)
     requests: list[Request] = []
     planner = _Fickle()
+
+    def land(step: ScheduledStep, sampled: list[list[int]]) -> list[StepOutput]:
+        if alike and dice.random() < 0.05:  # as a client that goes away while the step is computed
+            output = llm.scheduler.finish(dice.choice(step.requests), FinishReason.CANCELLED)
+            assert output is not None
+            llm.take([output])
+        told.num_torn += step.verified is not None and not step.verified.is_whole
+        return _land_with_drafts(llm, step, sampled)
+
     if drafts:
         llm.num_drafts, llm.num_right, llm.scheduler.planner = 3, 1, planner
-        llm._land = partial(_land_with_drafts, llm)  # type: ignore[method-assign]
+        llm._land = land  # type: ignore[method-assign]
         planner.makes_drafts = alike
         llm.num_right += alike
     inputs = StepInputs(has_windows=windows)
@@ -235,7 +245,7 @@ def _live(seed: int, num_ahead: int, windows: bool, drafts: bool = False, alike:
         told.states.append([(one.num_drafted_tokens, one.num_accepted_tokens, one.draft_token_ids) for one in requests])
         told.states.append([(one.num_output_placeholders, one.window_block_ids[:], one.num_tokens) for one in requests])
         told.num_runs += llm.steps[-1].run is not None
-        told.num_verified += llm.steps[-1].verify_run is not None and bool(sum(llm.steps[-1].num_drafts))
+        told.num_verified += llm.steps[-1].verified is not None and bool(sum(llm.steps[-1].num_drafts))
         told.num_preemptions += len(llm.steps[-1].preempted)
         _note_stats(llm, told.stats)
         check_blocks(llm.scheduler)
@@ -309,13 +319,13 @@ def test_verifications_are_those_without_runs(seed: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "time_ns", partial(next, count(10**9, 10**6)))
     monkeypatch.setattr(VerifyRun, "after", classmethod(lambda *arguments: None))
     without = _live(seed, 0, windows=False, drafts=True, alike=True)
-    assert with_runs.num_verified > 20 and without.num_verified == 0
+    assert with_runs.num_verified > 20 and with_runs.num_torn > 0 and without.num_verified == 0
     assert sum(with_runs.stats[Metric.ACCEPTED_TOKENS]) > 20
     for name in ("steps", "outputs", "states", "stats", "num_preemptions"):
         assert getattr(with_runs, name) == getattr(without, name), name
 
 
-def test_a_run_of_verifications_looks_at_requests_when_others_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_verifications_looks_only_at_requests_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = _ahead(0)
     llm.num_drafts, llm.num_right = 3, 1
     first, second, third = requests = [_request(3 + index, 40) for index in range(3)]
@@ -336,16 +346,20 @@ def test_a_run_of_verifications_looks_at_requests_when_others_come_or_go(monkeyp
     _add(llm, third)
     for _ in range(4):
         llm.step()
-    assert looks == [1, 7], "the step that follows its prompt, too"
+    assert llm.steps[6].verified is not None and llm.steps[6].verified.requests == [first, second], "beside its prompt"
+    assert llm.steps[7].verified is not None and llm.steps[7].verified.requests == requests
     llm.scheduler.finish(second, FinishReason.CANCELLED)
     for _ in range(4):
         llm.step()
-    assert looks == [1, 7, 10]
-    assert llm.steps[-1].verified is not None and llm.steps[-1].verified.requests == [first, third]
-    third.speculation = None
+    assert llm.steps[-1].verified is not None and llm.steps[-1].verified.requests == [first, third] and looks == [1]
+    _add(llm, fourth := _request(9, 3))
+    fourth.speculation = Speculation("ngram", 2, "exact")
+    for _ in range(4):
+        llm.step()
+    assert looks == [1, 15, 16] and fourth.is_finished, "it has other settings"
     llm.scheduler.runs.end_verifications()
     llm.step()
-    assert llm.steps[-1].verified is None and looks[-1] == 14
+    assert looks[3:] == [18]
 
 
 def test_requests_are_preempted_in_such_lives() -> None:

@@ -27,33 +27,32 @@ class Runs:
         self._special: Request | None = None  # one of the running requests that needs a look
 
     def start(self, request: Request) -> None:
-        self.end_verifications()
-        if self._decodes is not None:
-            self._decodes.start(request)
+        for run in (self._verifications, self._decodes):
+            if run is not None:
+                run.start(request)
 
     def leave(self, request: Request) -> None:
-        self.end_verifications()
-        if self._decodes is not None:
-            self._decodes.leave(request)
+        for run in (self._verifications, self._decodes):
+            if run is not None:
+                run.leave(request)
         if request is self._special:
             self._special = None
 
     def end_verifications(self) -> None:
         """Something of their requests has changed: the next step looks at each."""
         if self._verifications is not None:
-            self._verifications.is_intact = False
+            self._verifications.end()
             self._verifications = None
 
-    def schedule(
-        self, step: ScheduledStep, budget: int, prefills: list[Request], running: Sequence[Request]
-    ) -> int | None:
-        """Schedule the requests of a run. Returns how many tokens these are; None if the scheduler has to look at each
-        request."""
+    def schedule(self, step: ScheduledStep, budget: int, prefills: list[Request], num_running: int) -> int | None:
+        """Schedule the requests of a run, and append to `prefills` the others that run. Returns how many tokens these
+        are; None if the scheduler has to look at each request."""
         if (verifications := self._verifications) is not None:
+            num_tokens = None
             if self._may_draft(verifications.speculation):
-                num_tokens = verifications.schedule(step, budget, running)
-                if num_tokens is not None:
-                    return num_tokens
+                num_tokens = verifications.schedule(step, budget, prefills, num_running)
+            if num_tokens is not None:
+                return num_tokens
             self.end_verifications()
         if self._decodes is not None and self._decodes.schedule(step, budget, prefills):
             return len(step.requests)
@@ -65,7 +64,7 @@ class Runs:
         may_draft = self._may_draft
         speculation = step.requests[0].speculation if step.requests else None
         if speculation is not None and may_draft(speculation):
-            self._verifications = step.verify_run = VerifyRun.after(step, running, self._cache)
+            self._verifications = VerifyRun.after(step, running, prefills, self._cache)
         if any(step.num_drafts):
             return
         self._num_looks += 1
@@ -84,9 +83,13 @@ class Runs:
         leave: Callable[[Request], None],
     ) -> tuple[StepOutputs, int]:
         """Commit the rows of a step that the run of now has scheduled. Returns their outputs and the number of rows."""
-        if (verified := step.verified) is not None:
-            return verified.commit(step, sampled_token_ids, now_ns, stats, leave), len(step.requests)
-        self.end_verifications()
+        if (verified := step.verified) is not None and verified.is_whole:
+            outputs = verified.run.commit(step, verified, sampled_token_ids, now_ns, stats, leave)
+            return outputs, len(verified.requests)
+        if verified is not None:
+            verified.run.note_committed()
+        else:
+            self.end_verifications()
         rows = step.run
         if rows is None or rows.run is not self._decodes:
             return StepOutputs(), 0

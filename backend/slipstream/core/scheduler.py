@@ -159,7 +159,7 @@ class Scheduler:
         self._num_turn_tokens -= num_reserved
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
-        num_tokens = self.runs.schedule(step, budget, prefills, self._running)
+        num_tokens = self.runs.schedule(step, budget, prefills, len(self._running))
         if num_tokens is not None:
             budget -= num_tokens
         elif self._running:

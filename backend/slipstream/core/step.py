@@ -13,7 +13,7 @@ from slipstream.core.request import Request
 
 if TYPE_CHECKING:
     from slipstream.core.decode_run import RunRows
-    from slipstream.core.verify_run import VerifyRun
+    from slipstream.core.verify_run import VerifyRows
 
 
 class ScheduledRequest(NamedTuple):
@@ -38,7 +38,7 @@ class ScheduledStep:
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
     adapters: that have to be in slots before. num_decodes, prefill_weight, scheduled_at, device_s: of
     core/prefill_budget.py; the last is known when the step has been read.
-    run: if its decodes go on alike. verify_run: if these verify drafts.
+    run: if its decodes go on alike. verified: if these verify drafts.
     layered: some layers of a prompt's chunk, whose request is not among `requests` then.
     """
 
@@ -56,7 +56,7 @@ class ScheduledStep:
     scheduled_at: float = 0.0
     device_s: float | None = None
     run: RunRows | None = None
-    verify_run: VerifyRun | None = None
+    verified: VerifyRows | None = None
     layered: LayeredChunk | None = None
 
     @classmethod
@@ -90,12 +90,6 @@ class ScheduledStep:
         self.add(request, request.num_computed_tokens, num_new, samples)
         request.num_computed_tokens += num_new
         request.num_output_placeholders += samples
-
-    @property
-    def verified(self) -> VerifyRun | None:
-        """The run that has all requests of the step, which still run; they are in the same order."""
-        run = self.verify_run
-        return run if run is not None and run.is_intact and len(self.requests) == len(run.requests) else None
 
     def written_blocks(self, block_size: int) -> Iterator[int]:
         """Blocks of the first KV group that nothing of this sequence has written before, and which the step may write;

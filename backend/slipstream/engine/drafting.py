@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import compress
+from itertools import compress, islice
+from typing import Any
 
 from slipstream.core.config import NO_SPECULATION, EngineConfig
 from slipstream.core.draft_methods import DRAFT_METHODS
@@ -16,7 +17,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import MeasuredStep, Speculation
 from slipstream.core.step import ScheduledStep
-from slipstream.core.verify_run import VerifyRun
+from slipstream.core.verify_run import VerifyRows
 from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, alike_verifications
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.worker.interface import AlikeBudgets, DraftBudget, DrafterInfo, DraftInput, DraftResult
@@ -86,15 +87,14 @@ class Drafting:
         scheduler, cache = self._scheduler, self._scheduler.cache
         is_ahead = is_ahead and scheduler.num_microbatches == 1
         num_spare = 0 if scheduler.num_waiting or not is_ahead else SPARE_SLOTS
-        run = step.verified
-        drafter = None if run is None else self._drafter_of(run.speculation)
-        if run is not None and drafter is not None and not (is_ahead and drafter.is_head):
-            for request, num_slots in run.short_of(1 + drafter.num_scratch_slots):
+        start = 0  # of the requests that are looked at
+        if (rows := step.verified) is not None and (drafter := self._drafter_of(rows.run.speculation)) is not None:
+            start = 0 if is_ahead and drafter.is_head else len(rows.requests)
+            for request, num_slots in rows.short_of(1 + drafter.num_scratch_slots) if start else ():
                 cache.allocate(request, min(num_slots, scheduler.admission.most_slots(request)))
-            return
         known, drafter = None, None
         lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
-        for request, first, count, samples, num_drafts in zip(*lists):
+        for request, first, count, samples, num_drafts in islice(zip(*lists), start, None):
             if request.speculation is not known:
                 known, drafter = request.speculation, self._drafter_of(request.speculation)
             if drafter is None or not samples:
@@ -161,44 +161,23 @@ class Drafting:
         """The worker's draft input after a committed step; None if no request drafts. token_ids: the new tokens of each
         request. ahead: what is launched ahead, perhaps behind this step."""
         step = in_flight.step
-        found = None
         if ahead is not None and ahead.in_flight.step is step:
             found = self._alike_after(in_flight, token_ids, inputs)
-        elif in_flight.indices is None and (run := step.verified) is not None:
-            found = self._chains_after(in_flight, run, token_ids, inputs)
-        if found is not None:
-            return found
+            if found is not None:
+                return found
         if step.run is not None and len(step.run.requests) == len(step.requests) and not self._heads:
             return None  # no drafts are made for a run, and proposers hear of its tokens when some are
-        budgets, concerned, computed = [], [], []
-        has_heads, running, planner = bool(self._heads), RequestStatus.RUNNING, self._scheduler.planner
-        known, num_most, num_scratch = None, 0, 0  # the last settings, and what they allow
         places = in_flight.indices if in_flight.indices is not None else range(len(token_ids))
         lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
-        for request, first, count, samples, num_drafts, new, place in zip(*lists, token_ids, places):
-            if num_drafts:
-                count = len(new)
-            # preempted meanwhile and begun again: these tokens are computed once more, or cached in blocks that are
-            # still being loaded, of which the step that computes with them tells the worker
-            if (
-                request.status is not running
-                or request.num_computed_tokens < first + count
-                or request.num_sent_blocks < 0
-            ):
-                continue
-            if (speculation := request.speculation) is not known:
-                known, num_most = speculation, 0 if speculation is None else planner.num_drafts_of(speculation)
-                num_scratch = self._drafters[speculation.method].num_scratch_slots if speculation is not None else 0
-            budget = self._budget(request, place, num_most, num_scratch) if num_most and samples else None
-            if budget is not None:
-                budgets.append(budget)
-            if has_heads:
-                computed.append((request.sequence_id, first, count))
-            if has_heads or budget is not None:
-                concerned.append(request)
+        rows: Iterable[tuple[Any, ...]] = zip(*lists, token_ids, places)
+        drafts, concerned = DraftInput(in_flight.step_id, []), list[Request]()
+        if in_flight.indices is None and step.verified is not None:
+            rows = compress(rows, self._add_chains(drafts, concerned, step, step.verified, token_ids))
+        self._add_budgets(drafts, concerned, rows)
         if not concerned:
             return None
-        return DraftInput(in_flight.step_id, budgets, computed, inputs.updates(concerned))
+        drafts.updates = inputs.updates(concerned)
+        return drafts
 
     def assign(self, step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
         """Store the worker's drafts in the requests."""
@@ -303,9 +282,12 @@ class Drafting:
             return None
         if self._scheduler.planner.num_drafts_of(expected) != num_drafts:
             return None
-        if (run := step.verified) is not None:
-            return self._after_run(in_flight, run, num_drafts, token_ids, inputs)
-        sequence_ids, indices, concerned, computed = list[int](), list[int](), [], []
+        if (whole := step.verified) is not None and whole.is_whole and len(whole.requests) == len(step.requests):
+            ids = whole.sequence_ids
+            computed = list(zip(ids, step.num_computed_tokens, map(len, token_ids)))
+            alike = AlikeBudgets(expected.method, num_drafts, ids, range(len(ids)))
+            return DraftInput(in_flight.step_id, [], computed, inputs.updates(whole.requests), alike)
+        sequence_ids, indices, concerned, computed = list[int](), list[int](), list[Request](), []
         rows = zip(step.requests, step.num_computed_tokens, token_ids)
         for index, (request, first, new) in enumerate(rows):  # none has been left out of the launched step
             if request.status is not running:
@@ -322,31 +304,62 @@ class Drafting:
         alike = AlikeBudgets(expected.method, num_drafts, sequence_ids, indices)
         return DraftInput(in_flight.step_id, [], computed, inputs.updates(concerned), alike)
 
-    def _chains_after(
-        self, in_flight: InFlightStep, run: VerifyRun, token_ids: Sequence[list[int]], inputs: StepInputs
-    ) -> DraftInput | None:
-        """`input_after` of a run whose proposer makes chains for all requests at once. None if some request may have
-        fewer drafts than others."""
-        drafter, num_drafts = self._drafters[run.speculation.method], 0
-        if drafter.makes_chains:
-            num_drafts = self._scheduler.planner.num_drafts_of(run.speculation)
-        if not num_drafts or run.least_left() <= num_drafts or not run.are_held(drafter.num_scratch_slots):
-            return None
-        return self._after_run(in_flight, run, num_drafts, token_ids, inputs)
-
-    def _after_run(
+    def _add_chains(
         self,
-        in_flight: InFlightStep,
-        run: VerifyRun,
-        num_drafts: int,
+        drafts: DraftInput,
+        concerned: list[Request],
+        step: ScheduledStep,
+        rows: VerifyRows,
         token_ids: Sequence[list[int]],
-        inputs: StepInputs,
-    ) -> DraftInput:
-        alike = AlikeBudgets(run.speculation.method, num_drafts, run.sequence_ids, range(len(run.requests)))
-        computed = []
+    ) -> Sequence[bool]:
+        """Have the proposer of a run make chains for all of its requests that may have as many drafts. Returns which
+        requests of the step are left to look at."""
+        speculation = rows.run.speculation
+        drafter, count = self._drafters[speculation.method], len(step.requests)
+        num_drafts = self._scheduler.planner.num_drafts_of(speculation) if drafter.makes_chains else 0
+        indices = rows.that_may(num_drafts, drafter.num_scratch_slots) if num_drafts else []
+        if not indices:
+            return [True] * count
+        requests, ids = rows.requests, rows.sequence_ids
+        if len(indices) < len(requests):
+            requests, ids = [requests[index] for index in indices], [ids[index] for index in indices]
+        drafts.alike = AlikeBudgets(speculation.method, num_drafts, ids, indices)
+        concerned += requests
         if self._heads:  # they hear of all that is computed
-            computed = list(zip(run.sequence_ids, in_flight.step.num_computed_tokens, map(len, token_ids)))
-        return DraftInput(in_flight.step_id, [], computed, inputs.updates(run.requests), alike)
+            firsts = step.num_computed_tokens
+            drafts.computed += [(known, firsts[index], len(token_ids[index])) for known, index in zip(ids, indices)]
+        if len(indices) == count:
+            return ()
+        left = [True] * count
+        for index in indices:
+            left[index] = False
+        return left
+
+    def _add_budgets(self, drafts: DraftInput, concerned: list[Request], rows: Iterable[tuple[Any, ...]]) -> None:
+        """Look at each of these requests. rows: the lists of a step, new tokens, and places in the launched one."""
+        has_heads, running, planner = bool(self._heads), RequestStatus.RUNNING, self._scheduler.planner
+        known, num_most, num_scratch = None, 0, 0  # the last settings, and what they allow
+        for request, first, count, samples, num_drafts, new, place in rows:
+            if num_drafts:
+                count = len(new)
+            # preempted meanwhile and begun again: these tokens are computed once more, or cached in blocks that are
+            # still being loaded, of which the step that computes with them tells the worker
+            if (
+                request.status is not running
+                or request.num_computed_tokens < first + count
+                or request.num_sent_blocks < 0
+            ):
+                continue
+            if (speculation := request.speculation) is not known:
+                known, num_most = speculation, 0 if speculation is None else planner.num_drafts_of(speculation)
+                num_scratch = self._drafters[speculation.method].num_scratch_slots if speculation is not None else 0
+            budget = self._budget(request, place, num_most, num_scratch) if num_most and samples else None
+            if budget is not None:
+                drafts.budgets.append(budget)
+            if has_heads:
+                drafts.computed.append((request.sequence_id, first, count))
+            if has_heads or budget is not None:
+                concerned.append(request)
 
     def _budget(self, request: Request, place: int, num_drafts: int, num_scratch: int) -> DraftBudget | None:
         """The draft budget of a running request after a row that sampled, or None. place: in the launched step.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import add, gt
 
 from slipstream.core.drafts import rows_accepted, tokens_accepted
@@ -44,13 +44,13 @@ class SampledStep:
     """token_ids: aligned with step.requests, empty for those that do not sample. logprobs: by sequence id, per token.
 
     accepted_rows: by index in step.requests, where drafts were verified: rows of the last token and of accepted drafts.
-    num_accepted: instead, of each request of a run of verifications, whose drafts are chains: such rows, as a number.
+    num_accepted: instead, of the first requests, which are a run of verifications of chains: how many such rows.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     accepted_rows: dict[int, Sequence[int]] = field(default_factory=dict)
-    num_accepted: list[int] | None = None
+    num_accepted: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -105,26 +105,34 @@ def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
             return SampledStep([[token_id] for token_id in drawn], result.logprobs)
         rest = iter(drawn)
         return SampledStep([[next(rest)] if samples else [] for samples in step.samples], result.logprobs)
-    run = step.verified
-    if run is not None and run.speculation.may_run_ahead and in_flight.indices is None and not result.logprobs:
-        return _verified_run(step, drawn, result.accepted)
-    return _verified_step(in_flight, result, result.accepted)
+    sampled, rows = SampledStep([]), step.verified
+    if rows is not None and rows.is_whole and rows.run.speculation.may_run_ahead and not result.logprobs:
+        sampled = _verified_run(in_flight, len(rows.requests), drawn, result.accepted)
+    if len(sampled.token_ids) < len(step.requests):
+        _add_verified(sampled, in_flight, result, result.accepted)
+    return sampled
 
 
-def _verified_run(step: ScheduledStep, drawn: list[int], accepted: Sequence[int]) -> SampledStep:
-    """`_verified_step` of chains that are verified exactly: an accepted draft is the token that was drawn before it."""
-    num_accepted = list(map(len, map(rows_accepted, accepted, step.num_drafts)))
-    firsts = accumulate(step.num_scheduled_tokens, initial=0)
+def _verified_run(in_flight: InFlightStep, num_requests: int, drawn: list[int], accepted: Sequence[int]) -> SampledStep:
+    """The first requests, whose chains are verified exactly: an accepted draft is the token drawn before it."""
+    step, num_drafts = in_flight.step, in_flight.step.num_drafts[:num_requests]
+    firsts: Iterable[int] = accumulate(step.num_scheduled_tokens, initial=0)
+    if in_flight.indices is not None:
+        firsts = (index * (1 + drafted) for index, drafted in zip(in_flight.indices, num_drafts))
+        accepted = [accepted[index] for index in in_flight.indices]
+    num_accepted = list(map(len, map(rows_accepted, accepted, num_drafts)))
     new = [drawn[first : first + count] for first, count in zip(firsts, num_accepted)]
     return SampledStep(new, num_accepted=num_accepted)
 
 
-def _verified_step(in_flight: InFlightStep, result: StepResult, accepted: Sequence[int]) -> SampledStep:
+def _add_verified(sampled: SampledStep, in_flight: InFlightStep, result: StepResult, accepted: Sequence[int]) -> None:
+    """Add the requests that are not in `sampled` yet."""
     step, drawn, indices, finished = in_flight.step, result.token_ids, in_flight.indices, RequestStatus.FINISHED
-    sampled = SampledStep([])
     add_tokens, accepted_rows, logprobs = sampled.token_ids.append, sampled.accepted_rows, result.logprobs
-    first = 0
-    for index, (request, samples, num_drafts) in enumerate(zip(step.requests, step.samples, step.num_drafts)):
+    start = len(sampled.token_ids)
+    first = sum(step.num_scheduled_tokens[:start])
+    rows = islice(zip(step.requests, step.samples, step.num_drafts), start, None)
+    for index, (request, samples, num_drafts) in enumerate(rows, start):
         if not samples:
             add_tokens([])
             continue
@@ -135,32 +143,30 @@ def _verified_step(in_flight: InFlightStep, result: StepResult, accepted: Sequen
         if request.status is finished:
             add_tokens([])
         else:
-            rows = rows_accepted(accepted[launched], num_drafts)
-            add_tokens(tokens_accepted(rows, request.draft_token_ids, drawn[first + rows[-1]]))
+            held = rows_accepted(accepted[launched], num_drafts)
+            add_tokens(tokens_accepted(held, request.draft_token_ids, drawn[first + held[-1]]))
             if num_drafts:
-                accepted_rows[index] = rows
+                accepted_rows[index] = held
             if logprobs and (entries := logprobs.get(request.sequence_id)):
-                sampled.logprobs[request.sequence_id] = [entries[row] for row in rows]
+                sampled.logprobs[request.sequence_id] = [entries[row] for row in held]
         first += 1 + num_drafts
-    return sampled
 
 
 def alike_verifications(step: ScheduledStep, sampled: SampledStep) -> dict[tuple[str, int, Sequence[int]], int]:
-    """How many verifications of a step have the same method, number of drafts and accepted rows: most have them in
-    common, so that the planner hears of few."""
+    """How many verifications of a committed step have the same method, number of drafts and accepted rows: most have
+    them in common, so that the planner hears of few."""
     counts: dict[tuple[str, int, Sequence[int]], int] = {}
-    if sampled.num_accepted is not None and step.verify_run is not None:
-        method = step.verify_run.speculation.method
-        pairs = (
-            step.verify_run.alike if step.verified is not None else Counter(zip(step.num_drafts, sampled.num_accepted))
-        )
-        return {(method, drafted, range(held)): count for (drafted, held), count in pairs.items() if drafted}
     requests, num_drafts = step.requests, step.num_drafts
+    if sampled.num_accepted and step.verified is not None:
+        method, alike = step.verified.run.speculation.method, step.verified.alike
+        for (drafted, held), count in (alike or Counter(zip(num_drafts, sampled.num_accepted))).items():
+            if drafted:
+                counts[method, drafted, tuple(range(held))] = count
     for index, rows in sampled.accepted_rows.items():
         speculation = requests[index].speculation
         if speculation is not None:
-            alike = speculation.method, num_drafts[index], rows
-            counts[alike] = counts.get(alike, 0) + 1
+            key = speculation.method, num_drafts[index], rows
+            counts[key] = counts.get(key, 0) + 1
     return counts
 
 

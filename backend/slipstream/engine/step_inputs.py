@@ -200,11 +200,14 @@ def _layered(chunk: LayeredChunk) -> LayeredInput:
 def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
     """Token ids of all rows, and the indices of requests whose token is not known yet (its id is 0)."""
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
-    if (run := step.verified) is not None:
+    if (verified := step.verified) is not None:
         flat: list[int] = []
-        for known, drafts in zip(run.token_ids, run.drafts):
-            flat.append(known[-1])
+        for own, drafts in zip(verified.token_ids, verified.drafts):
+            flat.append(own[-1])
             flat += drafts
+        behind = len(verified.requests)  # prompts, of which every token is known
+        for request, start, count in zip(step.requests[behind:], starts[behind:], counts[behind:]):
+            flat += request.token_ids[start : start + count]
         return flat, []
     # what holds for one request of a run holds for all
     if step.run is not None and starts[0] >= len(step.requests[0].token_ids):

@@ -192,7 +192,7 @@ class AlikeBudgets:
 @dataclass(slots=True)
 class DraftInput:
     """Sent after a step was read. computed: (sequence id, first token, number of tokens) of its running requests, for
-    the KV caches of heads. budgets: which requests may draft. alike: these instead, if it is known that they are."""
+    the KV caches of heads. budgets: which requests may draft. alike: others that may, if it is known that they are."""
 
     step_id: int
     budgets: list[DraftBudget]

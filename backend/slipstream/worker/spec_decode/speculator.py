@@ -115,11 +115,15 @@ class Speculator:
         found: list[DraftTokens] = [_NO_DRAFTS] * len(drafts.budgets)
         lost_ids, is_behind = list[int](), False
         invalid = self._record_step(drafts, outputs, states, lost_ids)
+        chains: list[list[int]] = []
         if (alike := drafts.alike) is not None:
             proposer = self._chain_proposers.get(alike.method)
             if proposer is None:
-                return DraftResult(found, lost_ids, chains=_chains(alike, outputs, invalid))
-            return DraftResult(found, lost_ids, chains=proposer.chains(states.of(alike.sequence_ids), alike.num_drafts))
+                chains = _chains(alike, outputs, invalid)
+            else:
+                chains = proposer.chains(states.of(alike.sequence_ids), alike.num_drafts)
+        if not drafts.budgets:
+            return DraftResult(found, lost_ids, chains=chains)
         if self.draft_probs:
             for budget in drafts.budgets:
                 self.draft_probs.pop(budget.sequence_id, None)
@@ -136,7 +140,7 @@ class Speculator:
                 assert len(answer.token_ids) <= budget.num_drafts, "more drafts than asked for"
         for method, indices in proposing.items():
             is_behind = self._propose(method, indices, drafts.budgets, states, found) or is_behind
-        return DraftResult(found, lost_ids, is_behind)
+        return DraftResult(found, lost_ids, is_behind, chains)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         for drafter in self._drafters.values():
