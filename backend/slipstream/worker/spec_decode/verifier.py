@@ -183,7 +183,11 @@ class Verifier:
             own.copy_(drawn)
             return next_ids
         known: list[int] = []
-        for state, start, count in zip(running.states, step.num_computed_tokens, step.num_scheduled_tokens):
+        lists = running.states, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, step.num_drafts
+        for state, start, count, samples, num_drafts in zip(*lists):
+            if samples and count == 1 + num_drafts:  # all of its rows are drawn
+                known += [0] * count
+                continue
             following = state.token_ids[start + 1 : start + 1 + count]  # 0 where there is none yet
             known += following + [0] * (count - len(following))
         next_ids[: len(known)].copy_(to_device(known, torch.int64, self._device))
