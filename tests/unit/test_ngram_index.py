@@ -107,3 +107,64 @@ def test_a_text_that_is_not_indexed_yet_is_looked_up_by_its_own_end(monkeypatch)
     proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
     [drafts] = proposer.propose([SimpleNamespace(request=request, num_drafts=3)])  # type: ignore[list-item]
     assert drafts.token_ids == [3, 4, 5]
+
+
+def _proposer() -> NgramProposer:
+    return NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
+
+
+def _state(text: list[int], **params: object) -> RequestState:
+    return RequestState(new_request(Request(text, SamplingParams(**params))))  # type: ignore[arg-type]
+
+
+def test_a_text_that_repeats_a_passage_is_drafted_from_there_to_its_end() -> None:
+    """Also where an n-gram of the passage is in it twice, and goes on in two ways; only the passage says in which."""
+    passage = [50, 51, 1, 2, 3, 4, 60, 61, 1, 2, 3, 4, 70, 71]
+    proposer, request = _proposer(), _state([*passage, 9, 9, 50, 51])
+    assert proposer.chains([request], 4) == [[1, 2, 3, 4]]
+    request.token_ids += [1, 2, 3, 4]
+    assert proposer.chains([request], 2) == [[60, 61]], "the last place behind 1 2 3 4 is another"
+    request.token_ids += [60]
+    assert proposer.chains([request], 3) == [[61, 1, 2]], "whatever of the drafts was taken"
+    request.token_ids += [61, 1, 2, 3, 4, 8, 70]
+    assert proposer.chains([request], 3) == [[]], (
+        "it has gone on otherwise, with tokens that were never behind each other"
+    )
+    request.token_ids += [71]
+    assert proposer.chains([request], 2) == [[9, 9]]
+
+
+def test_what_repeats_is_indexed_when_it_has_gone_on_otherwise() -> None:
+    proposer, request = _proposer(), _state([*range(10, 40), 10, 11])
+    assert proposer.chains([request], 5) == [[12, 13, 14, 15, 16]]
+    for first in range(12, 30, 3):
+        request.token_ids += range(first, first + 3)
+        assert proposer.chains([request], 2) == [[first + 3, first + 4]]
+    assert len(proposer._texts[request.sequence_id].token_ids) == 32 < request.num_tokens
+    request.token_ids += [99, 10, 11]
+    assert proposer.chains([request], 2) == [[12, 13]]
+    assert proposer._texts[request.sequence_id].token_ids == request.token_ids
+    request.token_ids += [12, 13]
+    again = RequestState(new_request(Request(request.token_ids[:], SamplingParams())))  # as after a preemption
+    again.sequence_id = request.sequence_id
+    assert proposer.chains([again], 2) == [[14, 15]]
+    proposer.forget([request.sequence_id])
+    assert not proposer._sources
+
+
+def test_a_text_repeats_its_own_end_as_often_as_drafts_are_wanted() -> None:
+    proposer, request = _proposer(), _state([5, 6, 7, 5, 6])
+    assert proposer.chains([request], 7) == [[7, 5, 6, 7, 5, 6, 7]]
+    request.token_ids += [7, 5, 6, 7]
+    assert proposer.chains([request], 4) == [[5, 6, 7, 5]]
+
+
+def test_a_reference_is_followed_to_its_end() -> None:
+    proposer, request = _proposer(), _state([1, 2, 30, 31, 1, 2], reference_ids=(1, 2, 3, 4, 5))
+    assert proposer.chains([request], 2) == [[3, 4]]
+    request.token_ids += [3, 4]
+    assert proposer.chains([request], 1) == [[5]]
+    request.token_ids += [5]
+    assert proposer.chains([request], 2) == [[]], "it has ended, and nothing else begins so"
+    request.token_ids += [1, 2]
+    assert proposer.chains([request], 1) == [[3]]

@@ -1,8 +1,9 @@
 """Prompt lookup: drafts the tokens that followed the last n-gram earlier in the text or in a given reference.
 
-No model and no device. Places are indexed by the two tokens before them as the text grows, and those that end alike are
-chained, so a look-up costs a few comparisons however long the text is. Sources: arXiv:2304.04487 (inference with
-reference), prompt lookup; the chains are those of LZ77 in zlib.
+No model and no device. While a text goes on as at the place where its last drafts were taken from, the next ones are
+taken from there. If not, its end is looked up: places are indexed by the two tokens before them, and those that end
+alike are chained, so that this costs a few comparisons however long the text is. Sources: arXiv:2304.04487 (inference
+with reference), prompt lookup; the chains are those of LZ77 in zlib.
 """
 
 from __future__ import annotations
@@ -71,14 +72,6 @@ class NgramIndex:
             return place if num_tokens >= self._shortest else 0
         return self._longest_of(place, end)
 
-    def continuation(self, end: list[int], key: int, num_tokens: int) -> list[int]:
-        """The tokens behind the place that `find` finds; past the end of the text they repeat from there."""
-        found = self.find(end, key)
-        if not found:
-            return []
-        tokens = self.token_ids[found : found + num_tokens]
-        return tokens if len(tokens) == num_tokens else (tokens * num_tokens)[:num_tokens]
-
     def _longest_of(self, place: int, end: list[int]) -> int:
         """Among this place and those before it that end alike, the last one behind the most tokens of `end`; 0 if they
         are fewer than `shortest`."""
@@ -100,6 +93,30 @@ class NgramIndex:
         return found if longest >= self._shortest else 0
 
 
+class _Source:
+    """Where the drafts of a request are taken from: a place in its reference, None: in its own text, which repeats what
+    is before that place for longer than an n-gram. num_known: tokens of the text at that place."""
+
+    __slots__ = ("_num_known", "_place", "_reference")
+
+    def __init__(self, reference: Sequence[int] | None, place: int, num_known: int) -> None:
+        self._reference, self._place, self._num_known = reference, place, num_known
+
+    def follow(self, known: list[int], num_drafts: int) -> list[int]:
+        """The tokens behind the place, moved by what the text has got since; past the end they repeat from there. None
+        if the text has gone on otherwise, or the reference has ended."""
+        first, num_known = self._place, len(known)
+        place = first + num_known - self._num_known
+        if self._reference is None:
+            repeated, tokens = known[first:place], known[place : place + num_drafts]
+        else:
+            repeated, tokens = list(self._reference[first:place]), list(self._reference[place : place + num_drafts])
+        if repeated != known[self._num_known :]:
+            return []
+        self._place, self._num_known = place, num_known
+        return tokens if len(tokens) == num_drafts else (tokens * num_drafts)[:num_drafts]
+
+
 @PROPOSERS.register("ngram")
 class NgramProposer:
     """Keeps an index per request for its own text, and one for its reference.
@@ -119,6 +136,7 @@ class NgramProposer:
         self._shortest = min(options.ngram_min, options.ngram_max)
         self._texts: dict[int, NgramIndex] = {}
         self._references: dict[int, NgramIndex] = {}
+        self._sources: dict[int, _Source] = {}
         self._max_tokens = MAX_KEPT_NGRAMS // (self._longest - self._shortest + 1)
         self._num_tokens = 0  # of all indices
 
@@ -142,21 +160,31 @@ class NgramProposer:
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
+            self._sources.pop(sequence_id, None)
             for indices in (self._texts, self._references):
                 if index := indices.pop(sequence_id, None):
                     self._num_tokens -= len(index.token_ids)
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
-        """Look up the reference first: it is given because the output is expected to repeat it."""
+        """Go on where the last drafts were taken from while the text does, else look up where it goes on."""
+        known, source = request.token_ids, self._sources.get(request.sequence_id)
+        drafts = [] if source is None else source.follow(known, num_drafts)
+        if not drafts and (source := self._look_up(request)) is not None:
+            self._sources[request.sequence_id] = source
+            drafts = source.follow(known, num_drafts)
+        return drafts
+
+    def _look_up(self, request: RequestState) -> _Source | None:
+        """In the reference first: it is given because the output is expected to repeat it."""
         known = request.token_ids
         text, end = self._grown(self._texts, request.sequence_id, known), known[-self._longest :]
         key = text.end_key if len(text.token_ids) == len(known) else text.key_of(end)
         if reference_ids := request.params.reference_ids:
-            reference = self._grown(self._references, request.sequence_id, reference_ids)
-            drafts = reference.continuation(end, key, num_drafts)
-            if drafts:
-                return drafts
-        return text.continuation(end, key, num_drafts)
+            place = self._grown(self._references, request.sequence_id, reference_ids).find(end, key)
+            if place:
+                return _Source(reference_ids, place, len(known))
+        place = text.find(end, key)
+        return _Source(None, place, len(known)) if place else None
 
     def _grown(self, indices: dict[int, NgramIndex], sequence_id: int, token_ids: Sequence[int]) -> NgramIndex:
         """The request's index of these tokens, extended by MAX_INDEXED_TOKENS, or what MAX_KEPT_NGRAMS has left."""
