@@ -6,10 +6,11 @@ A block's hash covers its tokens and its parent's hash, so equal hashes mean equ
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
+from struct import Struct
 
 from slipstream.core.request import Request
 
@@ -19,7 +20,13 @@ _HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of a full block after `parent` (the previous block's hash, or `hash_root`). Stable across processes."""
-    return hashlib.blake2b(array("q", token_ids), key=parent, digest_size=_HASH_BYTES).digest()
+    return hashlib.blake2b(_packer(len(token_ids))(*token_ids), key=parent, digest_size=_HASH_BYTES).digest()
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    """Makes bytes of so many token ids, 64 bits each, in half the time of an array."""
+    return Struct(f"{count}q").pack
 
 
 def salted_key(salt: str) -> bytes:
