@@ -138,7 +138,7 @@ class DraftHead(Drafter, Protocol):
     def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
         """Record that a step computed tokens start to start + count of a running request.
 
-        is_updated: this head ran after the step."""
+        is_updated: this head ran after the step. One without a cache is not told of steps after which it ran."""
         ...
 
     def drafts(self, wanted: DraftBudget, tokens: list[Any]) -> DraftTokens:

@@ -180,6 +180,8 @@ class Speculator:
         invalid, ready, state_of = set(), DraftReadiness.READY, states.by_id.get
         for method, head in self._heads.items():
             is_updated, after_step = method in outputs.copies or method in outputs.updated, head.after_step
+            if is_updated and not head.reads_all_rows:  # it keeps nothing of a request, and is ready behind each step
+                continue
             for sequence_id, start, count in drafts.computed:
                 state = state_of(sequence_id)
                 readiness = after_step(state, start, count, is_updated) if state is not None else DraftReadiness.BEHIND
