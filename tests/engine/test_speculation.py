@@ -225,3 +225,5 @@ def test_runs_of_decodes_between_drafts_change_no_text(
     told = run_all(engine, prompts, params)
     assert [one.token_ids for one in told] == [one.token_ids for one in expected]
     assert sum(step.run is not None for step in steps) > 10 and any(sum(step.num_drafts) for step in steps)
+    has_chains = method != "medusa"
+    assert has_chains == any(step.verified is not None and sum(step.num_drafts) for step in steps), "of verifications"

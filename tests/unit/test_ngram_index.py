@@ -168,3 +168,12 @@ def test_a_reference_is_followed_to_its_end() -> None:
     assert proposer.chains([request], 2) == [[]], "it has ended, and nothing else begins so"
     request.token_ids += [1, 2]
     assert proposer.chains([request], 1) == [[3]]
+
+
+def test_requests_that_begin_to_draft_together_are_indexed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MAX_INDEXED_IN_STEP", 70)
+    proposer, texts = _proposer(), [[*range(start, start + 40), start, start + 1] for start in (10, 110, 210)]
+    requests = [_state(text) for text in texts]
+    found = [proposer.chains(requests, 2) for _ in range(3)]
+    assert found[0] == [[12, 13], [112, 113], []] and found[1] == found[2] == [[12, 13], [112, 113], [212, 213]]
+    assert sum(len(index.token_ids) for index in proposer._texts.values()) <= 3 * 42

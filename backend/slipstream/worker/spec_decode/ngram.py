@@ -18,6 +18,7 @@ from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 
 NUM_DRAFTS = 5
 MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one step: some 0.2 ms of the engine's thread
+MAX_INDEXED_IN_STEP = 1 << 13  # of all requests together, which may begin to draft in the same step: some 2 ms
 MAX_KEPT_NGRAMS = 1 << 24  # of all requests together, at some 50 bytes each: 5.6 million tokens in n-grams of 2 to 4
 MAX_LOOKS = 64  # places that end alike at which a look-up searches for a longer n-gram: at most some 7 us
 _CHAINED = 2  # tokens of the n-grams whose places are chained, if longer and shorter ones are asked for
@@ -139,6 +140,7 @@ class NgramProposer:
         self._sources: dict[int, _Source] = {}
         self._max_tokens = MAX_KEPT_NGRAMS // (self._longest - self._shortest + 1)
         self._num_tokens = 0  # of all indices
+        self._num_left = 0  # tokens that may be indexed in this step
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
@@ -150,9 +152,11 @@ class NgramProposer:
         return DraftMemory()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
+        self._num_left = MAX_INDEXED_IN_STEP
         return [DraftOutput(self._continue(one.request, one.num_drafts)) for one in requests]
 
     def chains(self, requests: Sequence[RequestState], num_drafts: int) -> list[list[int]]:
+        self._num_left = MAX_INDEXED_IN_STEP
         return [self._continue(request, num_drafts) for request in requests]
 
     def seconds(self) -> dict[int, float]:
@@ -187,16 +191,17 @@ class NgramProposer:
         return _Source(None, place, len(known)) if place else None
 
     def _grown(self, indices: dict[int, NgramIndex], sequence_id: int, token_ids: Sequence[int]) -> NgramIndex:
-        """The request's index of these tokens, extended by MAX_INDEXED_TOKENS, or what MAX_KEPT_NGRAMS has left."""
+        """The request's index of these tokens, extended by MAX_INDEXED_TOKENS, or what is left of the other bounds."""
         index = indices.get(sequence_id)
         if index is None:
             index = indices[sequence_id] = NgramIndex(self._shortest, self._longest)
         start = len(index.token_ids)
         num_missing = len(token_ids) - start
         if num_missing > 0:
-            num_left = self._max_tokens - self._num_tokens
+            num_left = min(self._max_tokens - self._num_tokens, self._num_left)
             if num_missing > MAX_INDEXED_TOKENS or num_missing > num_left:
                 num_missing = min(MAX_INDEXED_TOKENS, num_left)
             self._num_tokens += num_missing
+            self._num_left -= num_missing
             index.extend(token_ids[start : start + num_missing])
         return index
