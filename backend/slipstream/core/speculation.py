@@ -124,7 +124,7 @@ class _Load:
         self.speculating, self.num_empty = _Speed(), 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MeasuredStep:
     """A step of decodes only. tokens_per_request: mean over the requests. method: "" if nothing is drafted after it.
     context: cached tokens of each request, on average; None: not known."""

@@ -220,6 +220,9 @@ class Drafting:
         """Report to the planner how many drafts were found. A request without any gets one token, as if none had been
         accepted."""
         planner, budgets = self._scheduler.planner, drafts.budgets
+        if (alike := drafts.alike) is not None:
+            planner.note_found(alike.method, alike.num_drafts * len(result.chains), sum(map(len, result.chains)))
+            planner.observe(alike.method, alike.num_drafts, _NONE_FOUND, result.chains.count([]))
         wanted, found = [budget.num_drafts for budget in budgets], [len(tokens.token_ids) for tokens in result.drafts]
         for method in {budget.method for budget in budgets}:
             are_own = [budget.method == method for budget in budgets]
@@ -227,10 +230,6 @@ class Drafting:
         for budget, num_found in zip(budgets, found) if not all(found) else ():
             if not num_found:
                 planner.observe(budget.method, budget.num_drafts, _NONE_FOUND)
-        if (alike := drafts.alike) is not None:
-            chains = result.chains
-            planner.note_found(alike.method, alike.num_drafts * len(chains), sum(map(len, chains)))
-            planner.observe(alike.method, alike.num_drafts, _NONE_FOUND, chains.count([]))
 
     def _go_on_alike(self, step: ScheduledStep, head: DrafterInfo, num_drafts: int) -> bool:
         """Whether the next step of each request of a verification certainly has the same number of drafts of this head,

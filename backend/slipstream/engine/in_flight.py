@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from operator import add, gt
 
@@ -53,7 +53,7 @@ class SampledStep:
     num_accepted: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AheadStep:
     """A step launched ahead. in_flight: with the previous step's requests, because this one is not scheduled yet.
 
@@ -87,7 +87,8 @@ class AheadStep:
         ends = map(add, step.num_computed_tokens, num_scheduled)
         if any(map(gt, ends, num_slots)) or [one.num_preemptions for one in requests] != num_preemptions:
             return None
-        return replace(self.in_flight, step=step, indices=indices)
+        ahead = self.in_flight
+        return InFlightStep(ahead.step_id, step, ahead.draft_methods, ahead.failures, ahead.late, indices)
 
 
 def places_in(launched: Sequence[Request], requests: Sequence[Request]) -> list[int] | None:

@@ -118,7 +118,7 @@ class StepInput:
     layered: LayeredInput | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AheadInput:
     """Verify the drafts that the head `method` makes after the step `behind_id`, before that step is read. The requests
     and their numbers of drafts are those of that step."""
@@ -209,7 +209,7 @@ class DraftTokens:
     parents: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftResult:
     """drafts: one entry per budget. lost_ids: sequence ids of requests that can no longer draft. is_behind: a drafter
     has computed tokens of some request that cannot draft yet, which took time. chains: one entry per request of

@@ -50,7 +50,7 @@ class StepTensors:
         return not self.has_graph or (self.prompt_graph is not None and not self.is_last_only)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ComputedRows:
     """A step's hidden states and tokens on the device, the input of draft heads.
 

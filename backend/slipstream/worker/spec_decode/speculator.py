@@ -43,7 +43,7 @@ HOST_SECONDS, HOST_SECONDS_OF_REQUEST = 1.5e-3, 40e-6
 _NO_DRAFTS = DraftTokens()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class HeadOutputs:
     """Results of heads after a step, by method. tokens: drafts of each request, on the device; copies: the same, being
     copied to the host. updated: methods that wrote their caches without drafting."""
