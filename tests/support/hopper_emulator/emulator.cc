@@ -8,6 +8,7 @@
 namespace emulator {
 
 Fiber* current = nullptr;
+int num_ctas = 0;
 unsigned long progress = 0;
 
 namespace {
@@ -100,7 +101,8 @@ void fail(const char* what) {
 }
 
 // 0; 1 if the threads await each other for ever.
-int run(int num_ctas, int num_threads, int shared_bytes, unsigned seed, const std::function<void(char*)>& kernel) {
+int run(int count, int num_threads, int shared_bytes, unsigned seed, const std::function<void(char*)>& kernel) {
+  num_ctas = count;
   std::mt19937 random(seed);
   entry = &kernel;
   std::vector<Cta> ctas(num_ctas);

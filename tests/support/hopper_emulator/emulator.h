@@ -78,6 +78,7 @@ struct Cta {
 };
 
 extern Fiber* current;
+extern int num_ctas;             // of the launch
 extern unsigned long progress;   // operations that ended: without any, nobody will ever go on
 
 void yield();
@@ -151,6 +152,7 @@ inline void settle(MemoryBarrier& barrier) {
 
 #define threadIdx (emulator::current->thread)
 #define blockIdx (emulator::current->block)
+#define gridDim (emulator::Index{static_cast<unsigned>(emulator::num_ctas)})
 
 // What nvcc knows without a header.
 inline void __syncthreads() { emulator::sync(0, static_cast<int>(emulator::current->cta->warps.size()) * 32); }
@@ -203,6 +205,14 @@ T atomicAdd(T* to, T value) {
   *to += value;
   return before;
 }
+template <typename T>
+T atomicExch(T* to, T value) {
+  const T before = *to;
+  *to = value;
+  return before;
+}
+inline void __nanosleep(unsigned) { emulator::yield(); }
+inline int64_t clock64() { return static_cast<int64_t>(emulator::progress); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
   unsigned result = 0;

@@ -10,11 +10,12 @@
 
 namespace emulator {
 
-// d[64 x n] (+)= a[64 x 16] b[n x 16]^T of 16-bit elements.
+// d[64 x n] (+)= a[64 x k] b[n x k]^T: 16 elements of 16 bits, or 32 of 8.
 struct Product {
   float* d[128];
   uint32_t a[128][4];
-  const float* values;     // of the 65536 patterns of an element
+  const float* values;     // of the patterns of an element
+  int element_bytes;
   uint64_t a_operand, b_operand;
   int n;
   bool has_fragments, is_slab, is_columns, adds;   // is_slab: a [16 x 64], its rows summed over
@@ -26,35 +27,42 @@ inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7)
 inline uint32_t address_of(uint64_t operand) { return (operand & 0x3FFF) << 4; }
 inline uint32_t stride_of(uint64_t operand, int bit) { return (operand >> bit & 0x3FFF) << 4; }
 
-inline float element(const float* values, uint32_t address) {
-  uint16_t bits;
-  std::memcpy(&bits, shared(swizzled(address)), 2);
-  return values[bits];
+inline float element(const Product& product, uint32_t address) {
+  uint16_t bits = 0;
+  std::memcpy(&bits, shared(swizzled(address)), product.element_bytes);
+  return product.values[bits];
+}
+
+// Element (row, k) of the operand in registers.
+inline float fragment(const Product& product, int row, int k) {
+  const int in_word = 4 / product.element_bytes, bits = 8 * product.element_bytes, half = 4 * in_word;   // k of a register
+  const int thread = row / 16 * 32 + row % 8 * 4 + k % half / in_word, part = row % 16 / 8 + k / half * 2;
+  return product.values[product.a[thread][part] >> bits * (k % in_word) & ((1u << bits) - 1)];
 }
 
 inline void execute(const Product& product) {
-  static float a[64][16], b[16][256];
+  static float a[64][32], b[32][256];
   const uint32_t from_a = address_of(product.a_operand), from_b = address_of(product.b_operand);
   const uint32_t unit = stride_of(product.b_operand, 32), slab = stride_of(product.b_operand, 16);
+  const int bytes = product.element_bytes, depth = 32 / bytes;
   for (int row = 0; row < 64; ++row) {
-    for (int k = 0; k < 16; ++k) {
-      const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2, part = row % 16 / 8 + k / 8 * 2;
+    for (int k = 0; k < depth; ++k) {
       a[row][k] = product.has_fragments
-                      ? product.values[product.a[thread][part] >> 16 * (k % 2) & 0xffff]
-                      : element(product.values, from_a + (product.is_slab ? k / 8 * stride_of(product.a_operand, 32) + k % 8 * 128 + row * 2
-                                                                          : row / 8 * stride_of(product.a_operand, 32) + row % 8 * 128 + k * 2));
+                      ? fragment(product, row, k)
+                      : element(product, from_a + (product.is_slab ? k / 8 * stride_of(product.a_operand, 32) + k % 8 * 128 + row * 2
+                                                                   : row / 8 * stride_of(product.a_operand, 32) + row % 8 * 128 + k * bytes));
     }
   }
-  for (int k = 0; k < 16; ++k) {
+  for (int k = 0; k < depth; ++k) {
     for (int n = 0; n < product.n; ++n) {
       const uint32_t offset = product.is_columns ? n / 64 * slab + k / 8 * unit + k % 8 * 128 + n % 64 * 2
-                                                 : n / 8 * unit + n % 8 * 128 + k * 2;
-      b[k][n] = element(product.values, from_b + offset);
+                                                 : n / 8 * unit + n % 8 * 128 + k * bytes;
+      b[k][n] = element(product, from_b + offset);
     }
   }
   for (int row = 0; row < 64; ++row) {
     float sums[256] = {};
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < depth; ++k) {
       for (int n = 0; n < product.n; ++n) sums[n] += a[row][k] * b[k][n];
     }
     for (int n = 0; n < product.n; ++n) {
@@ -109,6 +117,7 @@ void multiply(float (&d)[N / 2], const uint32_t* a, uint64_t a_operand, uint64_t
   product.d[thread] = d;
   if (a != nullptr) std::memcpy(product.a[thread], a, 16);
   product.values = slipstream::table_of_values<T>();
+  product.element_bytes = sizeof(T);
   product.a_operand = a_operand, product.b_operand = b_operand;
   product.n = N, product.has_fragments = a != nullptr, product.is_columns = is_columns, product.adds = adds != 0;
   product.is_slab = is_slab;

@@ -10,7 +10,9 @@
 
 #include "mma/stream_sums.cuh"
 #include "mma/warp_mma.cuh"
+#include "ptx/gpu_order.cuh"
 #include "ptx/hopper_copy.cuh"
+#include "ptx/memory_access.cuh"
 #include "schedule/stream_runs.cuh"
 
 // Clocks that a CTA waits for others' sums, some 60 us; tests have other numbers.
@@ -19,16 +21,6 @@
 #endif
 
 namespace slipstream {
-
-__device__ __forceinline__ int load_acquire(const int* from) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-
-// Orders what this thread and, before a barrier of the CTA, others wrote before what it writes next, for all of the GPU;
-// and what it read before what is read after such a barrier. Half the price of __threadfence.
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // The unit of a tile that this warp has.
 __device__ __forceinline__ int stream_unit(int warpgroup) { return warpgroup * 4 + threadIdx.x % 128 / 32; }
@@ -52,7 +44,7 @@ struct StreamEpilogue {
 
   // By all consumers, after the kernel before has ended.
   __device__ __forceinline__ void load_token_scales() const {
-    for (int token = threadIdx.x; token < SHAPE::kColumns; token += SHAPE::kConsumerThreads) {
+    for (int token = threadIdx.x; token < SHAPE::kScaledTokens; token += SHAPE::kConsumerThreads) {
       const float scale = token < p.num_tokens ? p.x_scale[token] : 0.0f;
       store_shared_4(memory.token_scales() + 4 * token, scale);
     }
@@ -88,6 +80,7 @@ struct StreamEpilogue {
     T* of_lane;
     int64_t stride;     // of eight tokens
     int tokens_left;    // of the tile, of this lane's on; none if it has no weight rows of the tile
+    int first_token;    // of the tile
 
     __device__ __forceinline__ void advance(int groups) { of_lane += groups * stride, tokens_left -= 8 * groups; }
   };
@@ -115,10 +108,9 @@ struct StreamEpilogue {
 
   // Tells all consumers what the first of them knows.
   __device__ __forceinline__ int broadcast(int value) const {
-    if (threadIdx.x == 0) asm volatile("st.shared.s32 [%0], %1;" ::"r"(memory.word()), "r"(value) : "memory");
+    if (threadIdx.x == 0) store_shared_4(memory.word(), static_cast<uint32_t>(value));
     sync();
-    int told;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(told) : "r"(memory.word()) : "memory");
+    const int told = static_cast<int>(load_shared_4(memory.word()));
     sync();   // before it is overwritten
     return told;
   }
@@ -224,24 +216,24 @@ struct StreamEpilogue {
     T* out = static_cast<T*>(p.out) + token * p.out_row_stride + 16 * unit + lane % 2 * 8 + lane % 4 / 2 * 4;
     int64_t stride = 8 * p.out_row_stride;
     asm volatile("" : "+l"(out), "+l"(stride));   // or both would be computed again for each group
-    return {out, stride, unit < tile.end ? p.num_tokens - token : 0};
+    return {out, stride, unit < tile.end ? p.num_tokens - token : 0, tile.first_token};
   }
 
   // 16 weight rows (a warp's unit) of 8 tokens. Of a token, lanes have neighbouring outputs 2 q and 2 q + 1 of each eight.
   // Two lanes exchange them, so that each has four of one eight: four lanes write the 32 bytes of a sector at once.
   __device__ __forceinline__ void finish(const Output& output, int group, float (&v)[4]) const {
-    scale(group, v);
+    scale(output.first_token + 8 * group, v);
     const uint32_t low = transpose_8x8(pack<T>(v[0], v[1])), high = transpose_8x8(pack<T>(v[2], v[3]));
     const bool is_odd = threadIdx.x % 2 != 0;
     const uint32_t received = __shfl_xor_sync(~0u, is_odd ? low : high, 1);
     if (output.tokens_left > 0) store_global_8(output.of_lane, is_odd ? received : low, is_odd ? high : received);
   }
 
-  __device__ __forceinline__ void scale(int group, float (&v)[4]) const {
+  // Of eight tokens.
+  __device__ __forceinline__ void scale(int first_token, float (&v)[4]) const {
     if constexpr (SHAPE::kHasTokenScales) {
-      float token_scales[2];
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(token_scales[0]), "=f"(token_scales[1])
-                   : "r"(memory.token_scales() + 4 * (8 * group + threadIdx.x % 4 * 2)));
+      const uint2 scales = load_shared_8(memory.token_scales() + 4 * (first_token + threadIdx.x % 4 * 2));
+      const float token_scales[2] = {__uint_as_float(scales.x), __uint_as_float(scales.y)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = v[i] * (token_scales[i % 2] * weight_scales[i / 2]) + biases[i / 2];
     } else {

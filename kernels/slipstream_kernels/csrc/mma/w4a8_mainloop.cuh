@@ -7,35 +7,12 @@
 // none.
 #pragma once
 
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
 #include "cute/tensor.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 
 #include "formats/int4_table.cuh"
 
 namespace slipstream {
-
-// Entries 4 part .. 4 part + 3 of a row's table, part = lane % 4.
-CUTLASS_DEVICE uint32_t table_quarter(uint32_t word, int part) {
-  const float scale = __half2float(__ushort_as_half(uint16_t(word))) / 512.0f;
-  const float first = (4 * part + 512.0f * __half2float(__ushort_as_half(uint16_t(word >> 16)))) * scale;
-  const __nv_fp8x2_storage_t low =
-      __nv_cvt_float2_to_fp8x2(make_float2(first, first + scale), __NV_SATFINITE, __NV_E4M3);
-  const __nv_fp8x2_storage_t high = __nv_cvt_float2_to_fp8x2(
-      make_float2(first + 2 * scale, first + 3 * scale), __NV_SATFINITE, __NV_E4M3);
-  return uint32_t(low) | uint32_t(high) << 16;
-}
-
-// All 16 entries, exchanged among the four lanes of a row.
-CUTLASS_DEVICE uint4 table_of(uint32_t word) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t quarter = table_quarter(word, lane % 4);
-  const int base = lane & ~3;
-  return make_uint4(__shfl_sync(~0u, quarter, base), __shfl_sync(~0u, quarter, base + 1),
-                    __shfl_sync(~0u, quarter, base + 2), __shfl_sync(~0u, quarter, base + 3));
-}
 
 // GROUPS: groups per tile of 128 input features (1 or 2); Base's scale type is uint32_t or uint64_t accordingly.
 template <class Base, int GROUPS>
@@ -96,9 +73,7 @@ struct TableMainloop : Base {
         static_assert(size(q) == 2 && size(out) == 4);
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {  // a word for row l / 4, one for row l / 4 + 8
-          uint32_t first, last;   // of four pairs, whose halves are 16 input features apart
-          look_up(q(half), tables[i][half], first, last);
-          out(half) = __byte_perm(first, last, 0x6420), out(half + 2) = __byte_perm(first, last, 0x7531);
+          look_up_operands(q(half), tables[i][half], out(half), out(half + 2));
         }
       }
     };

@@ -22,6 +22,7 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
   return (uint64_t{128 >> 4} << 32) | (uint64_t{k_stride >> 4} << 16) | ((address & 0x3FFFF) >> 4);
 }
 
+#define SLIPSTREAM_LIST52 SLIPSTREAM_LIST48 ", %48, %49, %50, %51"
 #define SLIPSTREAM_PRODUCT(N, TYPES, LIST, A0, A1, A2, A3, B, ADD, ...)                                               \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" N                 \
                TYPES " {" LIST "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B SLIPSTREAM_FLAGS                        \
@@ -38,9 +39,18 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
                        SLIPSTREAM_SUMS8(16));                                                                         \
   } else if constexpr (N == 64) {                                                                                     \
     SLIPSTREAM_PRODUCT("64", TYPES, SLIPSTREAM_LIST32, "32", "33", "34", "35", "36", "37", SLIPSTREAM_SUMS32(0));     \
+  } else if constexpr (N == 80) {                                                                                     \
+    SLIPSTREAM_PRODUCT("80", TYPES, SLIPSTREAM_LIST40, "40", "41", "42", "43", "44", "45", SLIPSTREAM_SUMS32(0),      \
+                       SLIPSTREAM_SUMS8(32));                                                                         \
   } else if constexpr (N == 96) {                                                                                     \
     SLIPSTREAM_PRODUCT("96", TYPES, SLIPSTREAM_LIST48, "48", "49", "50", "51", "52", "53", SLIPSTREAM_SUMS32(0),      \
                        SLIPSTREAM_SUMS16(32));                                                                        \
+  } else if constexpr (N == 104) {                                                                                    \
+    SLIPSTREAM_PRODUCT("104", TYPES, SLIPSTREAM_LIST52, "52", "53", "54", "55", "56", "57", SLIPSTREAM_SUMS32(0),     \
+                       SLIPSTREAM_SUMS16(32), SLIPSTREAM_SUMS4(48));                                                  \
+  } else if constexpr (N == 112) {                                                                                    \
+    SLIPSTREAM_PRODUCT("112", TYPES, SLIPSTREAM_LIST56, "56", "57", "58", "59", "60", "61", SLIPSTREAM_SUMS32(0),     \
+                       SLIPSTREAM_SUMS16(32), SLIPSTREAM_SUMS8(48));                                                  \
   } else {                                                                                                            \
     SLIPSTREAM_PRODUCT("128", TYPES, SLIPSTREAM_LIST64, "64", "65", "66", "67", "68", "69", SLIPSTREAM_SUMS32(0),     \
                        SLIPSTREAM_SUMS32(32));                                                                        \
@@ -49,7 +59,8 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
 // T: __half, __nv_bfloat16 or __nv_fp8_e4m3, of a and b.  adds 0: d is overwritten.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_fragment(float (&d)[N / 2], const uint32_t* a, uint64_t b, int adds) {
-  static_assert(N == 8 || N == 16 || N == 32 || N == 48 || N == 64 || N == 96 || N == 128);
+  static_assert(N == 8 || N == 16 || N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 104 || N == 112 ||
+                N == 128);
   if constexpr (__is_same(T, __nv_fp8_e4m3)) {
 #define SLIPSTREAM_FLAGS ", add, 1, 1;}\n"
     SLIPSTREAM_PRODUCT_OF("k32.f32.e4m3.e4m3")
@@ -65,5 +76,6 @@ __device__ __forceinline__ void multiply_fragment(float (&d)[N / 2], const uint3
 
 #undef SLIPSTREAM_PRODUCT
 #undef SLIPSTREAM_PRODUCT_OF
+#undef SLIPSTREAM_LIST52
 
 }  // namespace slipstream

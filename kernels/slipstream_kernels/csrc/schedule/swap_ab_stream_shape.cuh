@@ -19,7 +19,7 @@ struct StreamShape {
   using Params = SwapAbStreamParams;
   using Out = __nv_bfloat16;
   static constexpr bool kHasTokenScales = true;
-  static constexpr int kColumns = COLUMNS;
+  static constexpr int kColumns = COLUMNS, kScaledTokens = COLUMNS;
   static constexpr int kConsumerThreads = 2 * 128, kThreads = 128 + kConsumerThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;   // 40 + 2 * 232 = 3 * 168, those of the launch
   static constexpr int kUnits = 8;   // of a CTA, at most

@@ -1,6 +1,8 @@
 // The emulator's numbers.cuh: what of it the emulated kernels use.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "emulator.h"
 
 namespace slipstream {
@@ -11,6 +13,7 @@ inline float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 inline float to_float(__half x) { return __half2float(x); }
 inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+inline float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
 
 template <typename T>
 T from_float(float x) {

@@ -11,11 +11,10 @@ namespace slipstream {
 template <typename T>
 const float* table_of_values() {
   static const std::vector<float> values = [] {
-    std::vector<float> all(65536);
-    for (uint32_t bits = 0; bits < 65536; ++bits) {
-      const auto narrow = static_cast<uint16_t>(bits);
+    std::vector<float> all(1 << 8 * sizeof(T));
+    for (uint32_t bits = 0; bits < all.size(); ++bits) {
       T value;
-      std::memcpy(&value, &narrow, 2);
+      std::memcpy(&value, &bits, sizeof(T));   // the lower bytes come first
       all[bits] = to_float(value);
     }
     return all;

@@ -15,11 +15,11 @@ struct CUtensorMap {
 
 namespace slipstream {
 
-constexpr uint64_t kReadOnce = 0, kReadNormally = 0;
+constexpr uint64_t kReadOnce = 0, kReadNormally = 0, kReadOften = 0;
 
 inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t, int x, int y) {
   static const char zeros[16] = {};
-  if (to % 1024 != 0 || x % 8 != 0) emulator::fail("a box that is not aligned");
+  if (to % 1024 != 0 || x * map->element_bytes % 16 != 0) emulator::fail("a box that is not aligned");
   std::memset(emulator::shared(to), 0xff, map->box_rows * map->box_bytes);
   for (int row = 0; row < map->box_rows; ++row) {
     for (int part = 0; part < map->box_bytes / 16; ++part) {
