@@ -29,7 +29,13 @@ from slipstream_kernels.gemm.head_mm import head_mm, invariant_head_mm
 from slipstream_kernels.gemm.int4_mm import int4_mm
 from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
 from slipstream_kernels.gemm.invariant_mm import invariant_mm
-from slipstream_kernels.gemm.limits import fp8_refusal, fp8_sums_bytes, w4a16_sums_bytes, written_out_bytes
+from slipstream_kernels.gemm.limits import (
+    fp8_refusal,
+    fp8_sums_bytes,
+    w4a8_sums_bytes,
+    w4a16_sums_bytes,
+    written_out_bytes,
+)
 from slipstream_kernels.gemm.linear import gated_linear, linear
 from slipstream_kernels.gemm.linear_weight import (
     LinearWeight,
@@ -244,6 +250,7 @@ __all__ = [
     "unpack_int4",
     "unpack_step_inputs",
     "update_step_inputs",
+    "w4a8_sums_bytes",
     "w4a16_sums_bytes",
     "write_latent",
     "written_out_bytes",

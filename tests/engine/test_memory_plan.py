@@ -73,9 +73,13 @@ def test_the_workspace_holds_weights_written_out(
     plain = plan_memory(wide, _config(), GPU, GIB).workspace_bytes
     config = replace(_config(), model=ModelConfig(max_model_len=256, quantization=quantization))
     more = plan_memory(wide, config, GPU, GIB).workspace_bytes - plain
-    sums = 2 * ops.fp8_sums_bytes(132) - ops.split_sums_bytes(132, 64, is_latent=False)
-    if quantization not in ("fp8", "a8w8_fp8_wint4", "wint4"):  # of dense layers' products
-        sums = 0
+    of_products = {
+        "fp8": ops.fp8_sums_bytes, "a8w8_fp8_wint4": ops.fp8_sums_bytes, "wint4": ops.w4a16_sums_bytes,
+        "w4a8_fp8": ops.w4a8_sums_bytes,
+    }  # fmt: skip
+    sums = 0
+    if quantization in of_products:  # of dense layers
+        sums = 2 * of_products[quantization](132) - ops.split_sums_bytes(132, 64, is_latent=False)
     assert more == largest.num_parameters * bytes_per_weight + sums
     assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
 

@@ -35,7 +35,8 @@ from slipstream_kernels.sample.cuda import sample
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 IN_CUDA = {
     "skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "skinny_gemm_w4a16", "mixed_gemm_w4a16",
-    "stream_w4a16", "mixed_gemm_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm", "grouped_mxfp4_wide",
+    "stream_w4a16", "mixed_gemm_w4a8", "stream_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm",
+    "grouped_mxfp4_wide",
 }  # fmt: skip
 Answer = str  # of a fake kernel: its name
 Kernels = dict[str, Kernel]
@@ -106,6 +107,7 @@ def product(kind: WeightKind, num_rows: int, rows: str = PLAIN_ROWS, gated: bool
         (("w4a16", torch.uint8), 40, PLAIN_ROWS, False, "mixed_gemm_w4a16", "int4_dequantise+library"),
         (("w4a16", torch.uint8), 100, PLAIN_ROWS, False, "stream_w4a16", "int4_dequantise+library"),
         (("w4a8", torch.uint8), 40, FP8_ROWS, False, "mixed_gemm_w4a8", "mixed_gemm_w4a8_parts"),
+        (("w4a8", torch.int64), 130, FP8_ROWS, False, "stream_w4a8", "mixed_gemm_w4a8_parts"),
     ],
 )
 @pytest.mark.parametrize("fails_early", [False, True])

@@ -25,6 +25,7 @@ from slipstream_kernels.gemm.cuda import (
     mixed_gemm,
     skinny_gemm,
     skinny_gemm_w4a16,
+    stream_w4a8,
     stream_w4a16,
     swap_ab_gemm,
     swap_ab_stream,
@@ -35,6 +36,7 @@ from slipstream_kernels.sample.cuda import sample
 
 MIRRORS = {
     "swap_ab_params.h": swap_ab_gemm.SwapAbParams,
+    "stream_w4a8_params.h": stream_w4a8.StreamW4A8Params,
     "stream_w4a16_params.h": stream_w4a16.StreamW4A16Params,
     "swap_ab_stream_params.h": swap_ab_stream.SwapAbStreamParams,
     "decode_params.h": decode_attention.DecodeParams,

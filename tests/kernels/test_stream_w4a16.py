@@ -16,8 +16,8 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.choose import variant_of
 from slipstream_kernels.gemm.cuda import stream_w4a16 as cuda_stream
 from slipstream_kernels.gemm.cuda import stream_w4a16_choice
-from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, Plan
-from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS, COUNTER_ROWS, plans
+from slipstream_kernels.gemm.cuda.stream_plan import COUNTER_ROWS, MAX_UNITS, Plan
+from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS, plans
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from slipstream_kernels.integer import Int4Weight
 from stream_cases import assert_chain_in_a_graph_is_right

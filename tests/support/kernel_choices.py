@@ -101,7 +101,7 @@ class Hopper:
         return None
 
     def count_clusters(self, kernel: str, product: object, config: tuple[int, ...]) -> int:
-        streams = kernel in ("swap_ab_stream", "stream_w4a16")  # of single CTAs
+        streams = kernel in ("swap_ab_stream", "stream_w4a8", "stream_w4a16")  # of single CTAs
         splits = 1 if streams else config[2]  # (columns, tiles or warpgroups_m, splits, …)
         return CLUSTERS_OF_H200[splits] * self.num_sms // CLUSTERS_OF_H200[1]
 

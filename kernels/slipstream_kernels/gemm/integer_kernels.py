@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda import stream_w4a16_choice
+from slipstream_kernels.gemm.cuda import stream_w4a8_choice, stream_w4a16_choice
 from slipstream_kernels.gemm.int4_checks import write_out_refusal
 from slipstream_kernels.gemm.kernel_rules import (
     Rows,
@@ -134,6 +134,31 @@ def _w4a8_by(name: str) -> Run:
     return run
 
 
+def _stream_w4a8_refusal(product: Product) -> str | None:
+    groups = int4_layout.groups_per_block(product.weight.group_size)
+    return needs_16_bits(product) or in_cuda("stream_w4a8").build_refusal(product.dtype, groups)
+
+
+def _stream_w4a8_config(product: Product, device: Device[Product]) -> Config | None:
+    sizes, tuning = (product.weight.out_features, product.weight.in_features), tuning_of(device.name)
+    return stream_w4a8_choice.choose(
+        product.num_rows, sizes, lambda tile: device.count_clusters("stream_w4a8", product, tile), tuning
+    )
+
+
+def _stream_w4a8_ctas(product: Product, config: Config) -> int:
+    weight, kernel = product.weight, in_cuda("stream_w4a8")
+    kind = product.dtype, int4_layout.groups_per_block(weight.group_size)
+    kernel.build_all(*kind)
+    count: int = kernel.count_ctas(weight.device, *kind, stream_w4a8_choice.Tile(*config))
+    return count
+
+
+def _stream_w4a8(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
+    y: Tensor = in_cuda("w4a8_mm").shared_out(x, weight.int4, bias_of(weight, x.dtype), config, weight.counters)
+    return y
+
+
 def _w4a8_many_refusal(product: Product) -> str | None:
     reason: str | None = in_cuda("w4a8_mm").many_rows_refusal(product.dtype)
     return reason
@@ -171,6 +196,7 @@ INTEGER_KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "int4_dequantise+library": Kernel(_int4_by("written_out"), needs_16_bits),
     "int4_canonical_dequantise+library": Kernel(_int4_canonical_written_out, _int4_write_out_refusal),
     "mixed_gemm_w4a8": _mixed_gemm("mixed_gemm_w4a8", _w4a8_by("few")),
+    "stream_w4a8": Kernel(_stream_w4a8, _stream_w4a8_refusal, _stream_w4a8_config, never, _stream_w4a8_ctas),
     "w4a8_gemm": Kernel(_w4a8_by("many"), _w4a8_many_refusal, _tile_config("w4a8_gemm")),
     "mixed_gemm_w4a8_parts": Kernel(_w4a8_by("in_parts"), needs_16_bits),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.gemm.cuda import stream_plan, stream_w4a16_choice, swap_ab_stream_choice
+from slipstream_kernels.gemm.cuda import stream_plan, stream_w4a8_choice, stream_w4a16_choice, swap_ab_stream_choice
 from slipstream_kernels.gemm.tuning import LIMITED_WRITE_OUTS, MOST_WRITTEN_OUT_BYTES, WRITTEN_OUT_BYTES
 
 
@@ -26,6 +26,12 @@ def fp8_sums_bytes(num_sms: int) -> int:
 def w4a16_sums_bytes(num_sms: int) -> int:
     """The same of a product of 16-bit rows and 4-bit weights."""
     return stream_plan.sums_bytes(stream_w4a16_choice.COLUMNS[-1], num_sms)
+
+
+def w4a8_sums_bytes(num_sms: int) -> int:
+    """The same of a product of FP8 rows and 4-bit weights."""
+    tiles = stream_w4a8_choice.TILES
+    return max(stream_plan.sums_bytes(tile.columns, num_sms, tile.rows) for tile in tiles)
 
 
 def written_out_bytes(weight: str, rows: str, num_experts: int, num_weights: int, dtype: torch.dtype) -> int:

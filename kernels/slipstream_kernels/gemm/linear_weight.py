@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream_kernels.fp8 import BLOCK, PER_ROW, Fp8Scheme
+from slipstream_kernels.fp8 import BLOCK, MAX_SUMMED_ROWS, PER_ROW, Fp8Scheme
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant, Fp8, Int8
 from slipstream_kernels.gemm.choose import plain_rows_of
 from slipstream_kernels.gemm.cpu.int4_packed import CPU_WORDS
 from slipstream_kernels.gemm.cpu.scaled_mm import scales_with_nan
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import most_tokens
-from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COUNTER_ROWS
-from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
+from slipstream_kernels.gemm.cuda.stream_plan import COUNTER_ROWS
+from slipstream_kernels.gemm.cuda.stream_w4a8_choice import most_exact_tokens
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product, WeightKind
 from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
 from slipstream_kernels.integer import Int4Weight
 
@@ -27,7 +28,7 @@ class LinearWeight:
     """operand: the values, [out, in], of experts [num_experts, out, in], or 4-bit ones.
 
     scales, bias: as the products of the format take them.  counters: zeros, of ops.scaled_mm_counters; of repacked
-    4-bit weights for 16-bit rows of stream_w4a16.
+    4-bit weights of stream_w4a16 and stream_w4a8.
     quant: how the input is quantised.  order: int64 [1, in], the input features in the order in which they are stored;
     of experts a row each.  Then rows are put in that order first, and are quantised afterwards.
     """
@@ -141,16 +142,21 @@ def int4_linear_weight(
         FP8_ROWS if fp8_rows else PLAIN_ROWS,
         num_experts,
     )
-    quant: ActivationQuant[Activation] = Fp8(PER_ROW if num_experts else _int4_scheme(weight)) if fp8_rows else PLAIN
+    quant: ActivationQuant[Activation] = (
+        Fp8(PER_ROW if num_experts else _int4_scheme(weight, kind)) if fp8_rows else PLAIN
+    )
     counters = None
-    if kind.format == "w4a16":
+    if kind.format in ("w4a16", "w4a8"):
         counters = torch.zeros(kind.out_features // COUNTER_ROWS, dtype=torch.int32, device=kind.device)
     return LinearWeight(kind, weight, bias=bias, counters=counters, quant=quant, order=order)
 
 
-def _int4_scheme(weight: Int4Weight) -> Fp8Scheme:
-    """With sums of as many rows as the kernel multiplies that takes them."""
-    summed_rows = most_tokens((weight.out_features, weight.in_features))
+def _int4_scheme(weight: Int4Weight, kind: WeightKind) -> Fp8Scheme:
+    """With sums of as many rows as the kernels multiply that take them."""
+    summed_rows = most_exact_tokens(kind.out_features)
+    most = Product(kind, MAX_SUMMED_ROWS, FP8_ROWS, torch.bfloat16, False)
+    if not any(use.kernel == "stream_w4a8" and use.covers(most) for use in tuning.H200.uses["w4a8", FP8_ROWS]):
+        summed_rows = max(summed_rows, most_tokens((kind.out_features, kind.in_features)))
     return Fp8Scheme(sum_columns=activation_sum_columns(weight), summed_rows=summed_rows)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from slipstream_kernels.gemm.costs import StreamCosts, StreamW4A8Costs, StreamW4A16Costs, SwapAbCosts
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
 
 MOST_ROWS = 1 << 31
@@ -65,58 +66,6 @@ Table = Mapping[tuple[str, str], tuple[Use, ...]]  # by format of the weight and
 
 
 @dataclass(frozen=True)
-class SwapAbCosts:
-    """What the estimates of swap_ab_choice reckon with.  They order variants, to no better than a tenth of a time.
-
-    bytes_per_us: of weights from memory; sm_bytes_per_us: of all operands into one SM.  chunk_us: of each 128 bytes of
-    a row, for any size.  sum_us, sum_bytes_per_us: adding the partial sums of a cluster's CTAs.
-    """
-
-    bytes_per_us: float = 4.1e6
-    sm_bytes_per_us: float = 70e3
-    clocks_per_us: float = 1.6e3
-    start_us: float = 3.0
-    chunk_us: float = 0.2
-    sum_us: float = 2.0
-    sum_bytes_per_us: float = 15e3
-
-
-@dataclass(frozen=True)
-class StreamCosts:
-    """What the estimates of swap_ab_stream_choice reckon with, fitted to 148 times of one H200 (docs/measurements).
-
-    sm_bytes_per_us: operands into all SMs, by their number; fewer CTAs have more each, up to cta_bytes_per_us.
-    idle: of memory's time, for each part of the SMs without a CTA.  products_per_us: of one SM.  segment_us: of each
-    tile of a CTA, written at its end.  sum_bytes_per_us: of a CTA's partial sums, written and added.  uneven_us: where
-    runs end inside of tiles.
-    """
-
-    bytes_per_us: float = 4.57e6
-    sm_bytes_per_us: float = 64.2e3
-    cta_bytes_per_us: float = 78e3
-    products_per_us: float = 7e6
-    start_us: float = 3.1
-    segment_us: float = 2.1
-    sum_bytes_per_us: float = 18.8e3
-    uneven_us: float = 2.7
-    idle: float = 0.67
-
-
-@dataclass(frozen=True)
-class StreamW4A16Costs:
-    """What the estimates of stream_w4a16_choice reckon with, fitted to 1,700 times of one H200 (docs/measurements).
-
-    chunk_us, and token_us for each token of a tile: of a chunk.  split_us: of each token of a tile whose sums CTAs add.
-    uneven_us: where runs end inside of tiles.
-    """
-
-    chunk_us: float = 0.47
-    token_us: float = 4.0e-3
-    split_us: float = 46.9e-3
-    uneven_us: float = 3.3
-
-
-@dataclass(frozen=True)
 class Tuning:
     """uses: the kernels of every format.  The rest orders the variants of one kernel.
 
@@ -124,6 +73,7 @@ class Tuning:
     mixed_gemm_w4a8: (warpgroups_m, splits, least, most blocks of 128 input features) of up to so many tokens, likewise;
     narrow_features: more than 64 rows, up to so many, are multiplied there with weights of up to so many output
     features, and of so many times as many input features or more.
+    exact_features: up to so many rows stream_w4a8 multiplies exactly, with weights of up to so many output features.
     mixed_gemm_w4a16: (most tokens of a tile, warpgroups_m, splits, least, most blocks) of up to so many rows, likewise;
     small_weights: of up to so many rows, weights of up to so many numbers are not multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
@@ -135,6 +85,7 @@ class Tuning:
     mixed_gemm: Mapping[int, tuple[tuple[int, int], ...]]
     mixed_gemm_w4a8: Mapping[int, tuple[tuple[int, int, int, int], ...]]
     narrow_features: Mapping[int, tuple[int, float]]
+    exact_features: Mapping[int, int]
     mixed_gemm_w4a16: Mapping[int, tuple[tuple[int, int, int, int, int], ...]]
     small_weights: Mapping[int, int]
     narrow_tile_costs: Mapping[str, float]
@@ -142,6 +93,7 @@ class Tuning:
     swap_ab_fp8: SwapAbCosts
     stream: StreamCosts
     stream_w4a16: StreamW4A16Costs
+    stream_w4a8: StreamW4A8Costs
     always_fp8: tuple[Case, ...]
 
 
@@ -208,6 +160,23 @@ _STREAM_OF_W4A16 = Use(
         Case(((129, 1024),)),
     ),
 )
+# Smaller weights than 3,584 x 3,584 were not timed. Elsewhere CUTLASS is as fast: 28672 x 4096 at 112 / 200 rows 43 /
+# 57 us and 45 / 61, 15360 x 5120 30 / 39 and 33 / 40; or mixed_gemm: 4096 x 4096 at 128 rows 17 us and 19.
+_W4A8_ROW = 8 * 3584  # bytes of a row of int64 words, as Case counts them
+_STREAM_OF_W4A8 = Use(
+    "stream_w4a8",
+    (
+        Case(((65, 80),), (4225, MOST_ROWS), (_W4A8_ROW, MOST_ROWS)),
+        Case(((81, 96),), (4225, 16384), (_W4A8_ROW, MOST_ROWS)),
+        Case(((97, 112),), (4225, 12287), (_W4A8_ROW, MOST_ROWS)),
+        Case(((81, 112), (129, 192)), (16385, _ONE_ROUND), (8 * 5120, MOST_ROWS)),
+        Case(((81, 208),), (_ONE_ROUND + 1, MOST_ROWS), (_W4A8_ROW, MOST_ROWS)),
+        Case(((65, 256),), (3584, 8448), (8 * 8192, MOST_ROWS), ratio=1.5),
+        Case(((129, 208),), (4096, 4224), (8 * 4096, MOST_ROWS)),
+        Case(((129, 208),), (8192, 12287), (8 * 8192, MOST_ROWS)),
+        Case(((129, 160),), (12288, _ONE_ROUND), (_W4A8_ROW, MOST_ROWS)),
+    ),
+)
 # 9 to 16 rows of few features: skinny_gemm adds up its warps' sums after each pass, 22016 x 2048 37 us and 33 here
 _SWAP_AB_OF_SHORT_ROWS = Use("swap_ab_gemm", (Case(((9, 16),), (16385, MOST_ROWS), (0, 5120), gated=True),))
 _LIBRARY_SPLIT = Use(
@@ -252,7 +221,7 @@ _USES_OF_H200: Table = {
         up_to("mixed_gemm_w4a16", 512),
         Use("int4_dequantise+library"),
     ),
-    ("w4a8", FP8_ROWS): (Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
+    ("w4a8", FP8_ROWS): (_STREAM_OF_W4A8, Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
 }
 MANY_BLOCKS = 1 << 16
 H200 = Tuning(
@@ -273,6 +242,7 @@ H200 = Tuning(
     # What 66 clusters of two CTAs have at once, and half of it.  8192 x 28672 at 128 rows 101 us, by CUTLASS 130; 4096
     # x 14336 at 200 rows 59 and 70, but 5120 x 13824 93 and 69, 4096 x 4096 24 and 22.
     narrow_features={128: (8448, 0.0), 256: (4224, 2.5)},
+    exact_features={112: MOST_ROWS, 128: 8448},
     mixed_gemm_w4a16={
         32: ((32, 1, 2, 1, MANY_BLOCKS), (32, 1, 1, 1, MANY_BLOCKS), (32, 2, 1, 1, MANY_BLOCKS)),
         48: (
@@ -314,6 +284,7 @@ H200 = Tuning(
     ),
     stream=StreamCosts(),
     stream_w4a16=StreamW4A16Costs(),
+    stream_w4a8=StreamW4A8Costs(),
     # skinny_gemm reads all rows again for each pass: 8 rows of 15360 x 5120 29 us and 22 in FP8, of 27392 x 5120 48 and
     # 36, of 57344 x 8192 129 and 111; one row 26 and 22, 42 and 36, 113 and 111
     always_fp8=(

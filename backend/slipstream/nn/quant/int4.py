@@ -95,7 +95,7 @@ class Int4(QuantMethod):
         return ops.written_out_bytes("int4", rows, spec.num_experts, spec.num_weights, dtype)
 
     def split_sums_bytes(self, num_sms: int) -> int:
-        return 0 if self.fp8_inputs else ops.w4a16_sums_bytes(num_sms)
+        return ops.w4a8_sums_bytes(num_sms) if self.fp8_inputs else ops.w4a16_sums_bytes(num_sms)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         self._sort_columns(weights)

@@ -1,13 +1,14 @@
-"""How the streaming products (swap_ab_stream, stream_w4a16) share their work out, and what shared tiles need."""
+"""How streaming products (swap_ab_stream, stream_w4a16, stream_w4a8) share their work out; what shared tiles need."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-UNIT_ROWS, MAX_UNITS = 16, 8  # weight rows of a unit, units of a tile
+UNIT_ROWS, MAX_UNITS = 16, 8  # weight rows of a unit, units of a tile of most products
 TILE_COUNTERS = 4  # of a tile that CTAs share
+COUNTER_ROWS = 4  # a 4-bit weight comes with a counter for so many rows
 
 
 class Plan(NamedTuple):
@@ -34,24 +35,41 @@ class Plan(NamedTuple):
     def split_workspace(
         self, counters: torch.Tensor | None, device: torch.device
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(partial sums, counters) of one call; nothing where no tile is shared.
-
-        counters: int32 zeros, which no other stream uses at the time; each call leaves them zero.  None: made here.
-        Raises ValueError if there are fewer than TILE_COUNTERS a tile.
-        """
-        if not self.is_split:
-            return None, None
-        # Of the caching allocator: each stream, and each pool of graphs, has its own.
-        partial_sums = torch.empty(2 * self.num_ctas * self.slot_floats, device=device)
-        if counters is None:
-            counters = torch.zeros(TILE_COUNTERS * self.num_tiles, dtype=torch.int32, device=device)
-        if counters.numel() < TILE_COUNTERS * self.num_tiles:
-            raise ValueError(
-                f"counters: {counters.numel()}, expected {TILE_COUNTERS} for each of {self.num_tiles} tiles"
-            )
-        return partial_sums, counters
+        return split_workspace(self, counters, device)
 
 
-def sums_bytes(columns: int, num_sms: int) -> int:
-    """The most that partial sums of a product take, with tiles of up to so many tokens."""
-    return 2 * num_sms * Plan(columns, 1, 2).slot_floats * torch.float32.itemsize
+class Shared(Protocol):
+    """What plans of all streaming products have, as Plan has it."""
+
+    @property
+    def num_tiles(self) -> int: ...
+    @property
+    def num_ctas(self) -> int: ...
+    @property
+    def is_split(self) -> bool: ...
+    @property
+    def slot_floats(self) -> int: ...
+
+
+def split_workspace(
+    plan: Shared, counters: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(partial sums, counters) of one call; nothing where no tile is shared.
+
+    counters: int32 zeros, which no other stream uses at the time; each call leaves them zero.  None: made here.
+    Raises ValueError if there are fewer than TILE_COUNTERS a tile.
+    """
+    if not plan.is_split:
+        return None, None
+    # Of the caching allocator: each stream, and each pool of graphs, has its own.
+    partial_sums = torch.empty(2 * plan.num_ctas * plan.slot_floats, device=device)
+    if counters is None:
+        counters = torch.zeros(TILE_COUNTERS * plan.num_tiles, dtype=torch.int32, device=device)
+    if counters.numel() < TILE_COUNTERS * plan.num_tiles:
+        raise ValueError(f"counters: {counters.numel()}, expected {TILE_COUNTERS} for each of {plan.num_tiles} tiles")
+    return partial_sums, counters
+
+
+def sums_bytes(columns: int, num_sms: int, tile_rows: int = MAX_UNITS * UNIT_ROWS) -> int:
+    """The most that partial sums of a product take, with tiles of up to so many tokens and weight rows."""
+    return 2 * num_sms * tile_rows * columns * torch.float32.itemsize

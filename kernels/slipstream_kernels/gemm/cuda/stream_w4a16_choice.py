@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, TILE_COUNTERS, UNIT_ROWS, Plan
-from slipstream_kernels.gemm.tuning import H200, StreamW4A16Costs
+from slipstream_kernels.gemm.costs import StreamW4A16Costs
+from slipstream_kernels.gemm.cuda.stream_plan import COUNTER_ROWS, MAX_UNITS, TILE_COUNTERS, UNIT_ROWS, Plan
+from slipstream_kernels.gemm.tuning import H200
 
 COLUMNS = (128, 160, 192, 224, 256)  # tokens of a tile, of what is compiled (sm90_stream_w4a16.cu)
 CHUNK = 128  # summed columns
-COUNTER_ROWS = 4  # a weight comes with a counter for so many rows
 
 
 def plans(num_tokens: int, sizes: tuple[int, int], columns: int, most_ctas: int) -> Iterator[Plan]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from slipstream_kernels.gemm.tuning import H200, SwapAbCosts
+from slipstream_kernels.gemm.costs import SwapAbCosts
+from slipstream_kernels.gemm.tuning import H200
 
 UNIT_ROWS = 16  # weight rows that go together
 UNITS_PER_TILE = 8

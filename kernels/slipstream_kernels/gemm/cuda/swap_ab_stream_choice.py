@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slipstream_kernels.gemm.costs import StreamCosts
 from slipstream_kernels.gemm.cuda.stream_plan import MAX_UNITS, TILE_COUNTERS, UNIT_ROWS, Plan
 from slipstream_kernels.gemm.cuda.swap_ab_choice import CHUNK_BYTES, Product
-from slipstream_kernels.gemm.tuning import H200, StreamCosts
+from slipstream_kernels.gemm.tuning import H200
 
 COLUMNS = (128, 256)  # tokens of a tile, of what is compiled (sm90_swap_ab_stream.cu)
 MAX_TOKENS = COLUMNS[-1]

@@ -1,7 +1,7 @@
 """Products of FP8 rows with 4-bit weights in CUDA, by each of their kernels.  Hopper only.
 
-Up to 64 rows, reading the weights takes the time: mixed_gemm_w4a8; up to 256 where outputs are so narrow that CUTLASS
-has too few tiles.  Beyond, CUTLASS (w4a8_gemm); without its headers, mixed_gemm_w4a8 with 64 rows at a time.
+Up to 64 rows, reading the weights takes the time: mixed_gemm_w4a8; up to 256 of small outputs.  Most of 65 to 256 rows:
+stream_w4a8.  Beyond, CUTLASS (w4a8_gemm); without its headers, mixed_gemm_w4a8 with 64 rows at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from slipstream_kernels.cuda.build import build_refusal
 from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.fp8 import SUM_TILE_ROWS, Fp8Rows, activation_sums
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
-from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, w4a8_gemm
+from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, stream_w4a8, w4a8_gemm
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS, Variant
+from slipstream_kernels.gemm.cuda.stream_w4a8_choice import SUM_TOKENS, Plan
 from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
-assert COLUMNS[-1] == SUM_TILE_ROWS  # kSumTokens of mixed_gemm_shape.cuh
+assert COLUMNS[-1] == SUM_TOKENS == SUM_TILE_ROWS  # kSumTokens of mixed_gemm_shape.cuh
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -40,6 +41,21 @@ def few(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tu
     mixed_gemm_w4a8.mixed_gemm_w4a8(
         rows, weight, bias, out, activation_sums=_activation_sums(rows, weight), variant=Variant(*config)
     )
+    return out
+
+
+def shared_out(
+    rows: Fp8Rows,
+    weight: Int4Weight,
+    bias: torch.Tensor | None,
+    config: tuple[int, ...],
+    counters: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ops.int4_mm.  By stream_w4a8, in one launch; config: of its Plan."""
+    rows, out = _prepared(rows, weight)
+    plan = Plan(*config)
+    sums = _activation_sums(rows, weight) if plan.is_exact else None
+    stream_w4a8.stream_w4a8(rows, weight, bias, out, plan, counters, activation_sums=sums)
     return out
 
 
