@@ -132,3 +132,19 @@ def _input_after(step: ScheduledStep, tokens: list[list[int]], drafters: list[Dr
     found = drafting.input_after(InFlightStep(1, step), tokens, StepInputs())
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("length", [27, 28, 29])
+def test_requests_of_a_run_have_the_blocks_that_a_look_at_each_finds(length: int) -> None:
+    """Where a step ends with its block, too: the token behind its last draft needs the next, or nothing is drafted."""
+    found = []
+    for has_columns in (True, False):
+        request, cache = _request(length, num_drafts=4), KVCacheManager(64, 16)
+        request.num_slots = 0
+        assert cache.allocate(request, length + 4)
+        step, scheduler = _verification([request]), Scheduler(SchedulerConfig(), cache, 200)
+        scheduler.planner.begin_step(1)
+        drafting = Drafting(EngineConfig(ModelConfig("m")), [NGRAM], scheduler)
+        drafting.prepare(step if has_columns else _looked(step), is_ahead=False)
+        found.append(request.num_slots)
+    assert found[0] == found[1] >= length + 5

@@ -77,7 +77,7 @@ class VerifyRows:
 
     def short_of(self, num_more: int) -> list[tuple[Request, int]]:
         """The requests, with the number of slots, that have none for num_more tokens behind those of the step."""
-        needed = [len(known) + len(own) + num_more - 1 for known, own in zip(self.token_ids, self.drafts)]
+        needed = [len(known) + len(own) + num_more for known, own in zip(self.token_ids, self.drafts)]
         return [(request, count) for request, count in zip(self.requests, needed) if count > request.num_slots]
 
 
