@@ -177,3 +177,26 @@ def test_requests_that_begin_to_draft_together_are_indexed_one_after_the_other(m
     found = [proposer.chains(requests, 2) for _ in range(3)]
     assert found[0] == [[12, 13], [112, 113], []] and found[1] == found[2] == [[12, 13], [112, 113], [212, 213]]
     assert sum(len(index.token_ids) for index in proposer._texts.values()) <= 3 * 42
+
+
+class _ReadText(list[int]):
+    """Counts the tokens that are copied out of it."""
+
+    num_copied = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        found = super().__getitem__(key)
+        self.num_copied += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+@pytest.mark.parametrize("reference", [(), (1, 2, 3, 4)], ids=["own text", "reference"])
+def test_a_text_that_never_repeats_again_is_not_compared_with_its_last_source(reference: tuple[int, ...]) -> None:
+    """All that it had got since was compared in each step, so that a step took as long as the text was."""
+    proposer, request = _proposer(), _state([1, 2, 3, 1, 2], reference_ids=reference)
+    request.token_ids = text = _ReadText(request.token_ids)
+    assert proposer.chains([request], 3) == [[3, 4, 3] if reference else [3, 1, 2]]
+    for token_id in range(1000, 3000):
+        text.append(token_id)
+        assert proposer.chains([request], 3) == [[]]
+    assert text.num_copied < 10 * len(text)

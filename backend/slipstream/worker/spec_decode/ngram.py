@@ -171,11 +171,12 @@ class NgramProposer:
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """Go on where the last drafts were taken from while the text does, else look up where it goes on."""
-        known, source = request.token_ids, self._sources.get(request.sequence_id)
+        known, source = request.token_ids, self._sources.pop(request.sequence_id, None)
         drafts = [] if source is None else source.follow(known, num_drafts)
         if not drafts and (source := self._look_up(request)) is not None:
-            self._sources[request.sequence_id] = source
             drafts = source.follow(known, num_drafts)
+        if drafts and source is not None:  # one that ends here never goes on, and would compare more with each token
+            self._sources[request.sequence_id] = source
         return drafts
 
     def _look_up(self, request: RequestState) -> _Source | None:
