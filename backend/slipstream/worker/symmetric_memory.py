@@ -75,7 +75,9 @@ class SymmetricSum:
         self._mailboxes = [address + offset for address in found.buffer_ptrs]
 
     def refusal(self) -> str | None:
-        """Why this rank cannot run our own kernel."""
+        """Why this rank cannot run our own kernel. After `connect`."""
+        if any(address % rank_sum.LINE_BYTES for address in self._mailboxes):  # a line would come in two parts
+            return f"the memory that ranks share does not begin at a multiple of {rank_sum.LINE_BYTES} bytes"
         return rank_sum.refusal(self._device, self._buffer.dtype, self._num_ranks)
 
     def use_own(self) -> None:

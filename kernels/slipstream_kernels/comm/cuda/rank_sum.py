@@ -18,6 +18,7 @@ TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16:
 MAX_RANKS = 8
 PACK_BYTES, UNIT_BYTES = 8, 16
 LINE_PACKS, LINE_UNITS = 15, 8  # of a wide line of 128 bytes
+LINE_BYTES = LINE_UNITS * UNIT_BYTES
 WARP = 32
 
 
@@ -105,8 +106,8 @@ class RankSum:
     def __init__(
         self, rank: int, mailboxes: Sequence[int], ways: Sequence[Way], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """mailboxes: address of each rank's, as `device` sees it, a multiple of 128: mailbox_bytes, zero before any
-        rank's first sum.  Raises KernelBuildError where `refusal` gives a reason."""
+        """mailboxes: address of each rank's, as `device` sees it, a multiple of LINE_BYTES: mailbox_bytes, zero before
+        any rank's first sum.  Raises KernelBuildError where `refusal` gives a reason."""
         self.ways, self._dtype, self._device = tuple(ways), dtype, device
         self._rank, self._num_ranks = rank, len(mailboxes)
         self._sides = _sides(self._num_ranks, ways)
