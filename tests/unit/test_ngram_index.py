@@ -6,7 +6,8 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, SpeculationConfig
+from slipstream.core.draft_methods import NgramOptions
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.step_inputs import new_request
@@ -41,10 +42,14 @@ def test_a_long_text_and_a_long_reference_are_indexed_piece_by_piece(monkeypatch
     assert drafts.token_ids == prompt[2050:2053], "and that of the prompt"
 
 
-def test_the_indices_of_all_requests_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it texts are not indexed, and are again once others have ended; a reference takes no KV blocks."""
-    monkeypatch.setattr(ngram, "MAX_KEPT_NGRAMS", 3 * 1000)
-    proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
+@pytest.mark.parametrize("longest", [4, 2])
+def test_the_indices_of_all_requests_have_a_bound(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    """Beyond it texts are not indexed, and are again once others have ended; a reference takes no KV blocks. A token
+    takes as much memory whatever the sizes of n-grams are."""
+    monkeypatch.setattr(ngram, "MAX_KEPT_TOKENS", 1000)
+    config = EngineConfig(speculation=SpeculationConfig(options={"ngram": NgramOptions(ngram_max=longest)}))
+    proposer = NgramProposer(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    assert proposer._longest == longest
     params = SamplingParams(reference_ids=tuple(range(5000, 5600)))
     prompts = [list(range(start, start + 300)) for start in (10, 1010)]
     first, second = (RequestState(new_request(Request(prompt, params))) for prompt in prompts)

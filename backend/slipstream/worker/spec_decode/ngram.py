@@ -19,7 +19,7 @@ from slipstream.worker.spec_decode.planning import DraftMemory, Planning
 NUM_DRAFTS = 5
 MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one step: some 0.2 ms of the engine's thread
 MAX_INDEXED_IN_STEP = 1 << 13  # of all requests together, which may begin to draft in the same step: some 2 ms
-MAX_KEPT_NGRAMS = 1 << 24  # of all requests together, at some 50 bytes each: 5.6 million tokens in n-grams of 2 to 4
+MAX_KEPT_TOKENS = 6_000_000  # in the indices of all requests together, at 126 to 150 bytes each, whatever the sizes
 MAX_LOOKS = 64  # places that end alike at which a look-up searches for a longer n-gram: at most some 7 us
 _CHAINED = 2  # tokens of the n-grams whose places are chained, if longer and shorter ones are asked for
 
@@ -138,7 +138,7 @@ class NgramProposer:
         self._texts: dict[int, NgramIndex] = {}
         self._references: dict[int, NgramIndex] = {}
         self._sources: dict[int, _Source] = {}
-        self._max_tokens = MAX_KEPT_NGRAMS // (self._longest - self._shortest + 1)
+        self._max_tokens = MAX_KEPT_TOKENS
         self._num_tokens = 0  # of all indices
         self._num_left = 0  # tokens that may be indexed in this step
 
