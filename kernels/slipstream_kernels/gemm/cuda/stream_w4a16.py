@@ -6,7 +6,6 @@ Hopper only.  No device value is read on the host: CUDA-graph safe.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.gemm.cuda.stream_libraries import count_ctas_of, load_all
 from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan
 from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS
 from slipstream_kernels.integer import Int4Weight
@@ -57,17 +57,12 @@ def build_refusal(dtype: torch.dtype, groups: int) -> str | None:
 @lru_cache
 def build_all(dtype: torch.dtype, groups: int) -> None:
     """All libraries of these, side by side."""
-    with ThreadPoolExecutor(len(COLUMNS)) as pool:
-        for _ in pool.map(lambda columns: load(SOURCE, defines(dtype, groups, columns)), COLUMNS):
-            pass
+    load_all(SOURCE, [defines(dtype, groups, columns) for columns in COLUMNS])
 
 
-@lru_cache(maxsize=64)
 def count_ctas(device: torch.device, dtype: torch.dtype, groups: int, columns: int) -> int:
     """How many CTAs with tiles of so many tokens run at once on the device."""
-    library = load(SOURCE, defines(dtype, groups, columns))
-    with torch.cuda.device(device):
-        return int(library.slipstream_count_ctas())
+    return count_ctas_of(device, SOURCE, defines(dtype, groups, columns))
 
 
 def stream_w4a16(

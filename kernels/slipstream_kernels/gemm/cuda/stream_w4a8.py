@@ -6,7 +6,6 @@ Hopper only.  No device value is read on the host: CUDA-graph safe.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -15,6 +14,7 @@ from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.cuda.stream_libraries import count_ctas_of, load_all
 from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, split_workspace
 from slipstream_kernels.gemm.cuda.stream_w4a8_choice import TILES, WARPGROUP_ROWS, Plan, Tile
 from slipstream_kernels.integer import Int4Weight
@@ -63,17 +63,12 @@ def build_refusal(dtype: torch.dtype, groups: int) -> str | None:
 @lru_cache
 def build_all(dtype: torch.dtype, groups: int) -> None:
     """All libraries of these, side by side."""
-    with ThreadPoolExecutor(len(TILES)) as pool:
-        for _ in pool.map(lambda tile: load(SOURCE, defines(dtype, groups, tile)), TILES):
-            pass
+    load_all(SOURCE, [defines(dtype, groups, tile) for tile in TILES])
 
 
-@lru_cache(maxsize=64)
 def count_ctas(device: torch.device, dtype: torch.dtype, groups: int, tile: Tile) -> int:
     """How many CTAs with such tiles run at once on the device."""
-    library = load(SOURCE, defines(dtype, groups, tile))
-    with torch.cuda.device(device):
-        return int(library.slipstream_count_ctas())
+    return count_ctas_of(device, SOURCE, defines(dtype, groups, tile))
 
 
 def stream_w4a8(

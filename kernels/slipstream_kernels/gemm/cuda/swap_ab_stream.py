@@ -7,7 +7,6 @@ CUDA-graph safe.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -17,6 +16,7 @@ from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.cuda.stream_libraries import count_ctas_of, load_all
 from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan
 from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS
 
@@ -51,17 +51,12 @@ def product_refusal(device: torch.device, output: torch.dtype, out_features: int
 @lru_cache
 def build_all() -> None:
     """All libraries, side by side."""
-    with ThreadPoolExecutor(len(COLUMNS)) as pool:
-        for _ in pool.map(lambda columns: load(SOURCE, defines(columns)), COLUMNS):
-            pass
+    load_all(SOURCE, [defines(columns) for columns in COLUMNS])
 
 
-@lru_cache(maxsize=64)
 def count_ctas(device: torch.device, columns: int) -> int:
     """How many CTAs with tiles of so many tokens run at once on the device."""
-    library = load(SOURCE, defines(columns))
-    with torch.cuda.device(device):
-        return int(library.slipstream_count_ctas())
+    return count_ctas_of(device, SOURCE, defines(columns))
 
 
 def swap_ab_stream(
