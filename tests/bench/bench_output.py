@@ -37,6 +37,7 @@ class ByWindows:
     token_table = None
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.character_endings = tokenizer.character_endings
         self.decode = tokenizer.decode
 
 

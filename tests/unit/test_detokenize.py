@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slipstream.tokenizer.detokenizer import context_token_ids, decode_after, start_detokenizer
 from slipstream.tokenizer.token_table import build_token_table
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from tokenizers import Tokenizer, models
 
 REPLACEMENT = "\ufffd"
 BYTE_LEVEL = TextTokenizer(toy_tokenizers.byte_level())
@@ -26,6 +27,7 @@ class WithoutTable:
     token_table = None
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.character_endings = tokenizer.character_endings
         self.decode = tokenizer.decode
 
 
@@ -166,13 +168,14 @@ def test_any_token_ids_byte_fallback(ids: list[int], sizes: list[int]) -> None:
         assert text == SENTENCEPIECE.decode(ids)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "byte_level_by_windows"])
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_stateless_pieces_equal_the_stream(name: str, data: st.DataObject) -> None:
     """Each delta comes out of its own tokens and a short context alone, as `postprocessing` does it."""
     tokenizer = TOKENIZERS[name]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=24))
+    vocab_size = ENCODERS.get(name, BYTE_LEVEL).vocab_size
+    ids = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=24))
     border = data.draw(st.integers(0, len(ids)))
     detokenizer = start_detokenizer(tokenizer, ids[:border])
     for at in range(border, len(ids)):
@@ -258,10 +261,50 @@ def test_tokens_without_text_are_no_context(name: str, data: st.DataObject) -> N
     assert decode_after(tokenizer, context, output) == decode_after(tokenizer, prompt, output)
 
 
+PARTS = [BYTE_LEVEL.token_table.pieces.index(bytes([byte])) for byte in "€😀".encode()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    ids=st.lists(st.one_of(st.integers(0, BYTE_LEVEL.vocab_size + 3), st.sampled_from(PARTS)), max_size=30),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_windows_give_what_the_table_gives(ids: list[int], sizes: list[int], data: st.DataObject) -> None:
+    """Also behind a prompt that ends in U+FFFD, in bytes that are no character, or in a part of a character."""
+    border = data.draw(st.integers(0, len(ids)))
+    expected = stream(BYTE_LEVEL, ids[:border], ids[border:], sizes)
+    assert "".join(stream(WithoutTable(BYTE_LEVEL), ids[:border], ids[border:], sizes)) == "".join(expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ཀ😀鬱a ", max_size=12), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_windows_go_on_within_a_run_of_byte_tokens(text: str, sizes: list[int], data: st.DataObject) -> None:
+    ids = SENTENCEPIECE.encode(text)
+    border = data.draw(st.integers(0, len(ids)))
+    expected = stream(SENTENCEPIECE, ids[:border], ids[border:], sizes)
+    assert "".join(stream(WithoutTable(SENTENCEPIECE), ids[:border], ids[border:], sizes)) == "".join(expected)
+
+
+@pytest.mark.parametrize("name", ["byte_level_by_windows", "sentencepiece_by_windows", "words"])
+def test_a_replacement_character_of_the_prompt_is_not_repeated(name: str) -> None:
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "quick": 1, REPLACEMENT: 2}, unk_token="<unk>"))
+    tokenizer = TOKENIZERS.get(name) or TextTokenizer(words)
+    encoder = ENCODERS.get(name, BYTE_LEVEL) if name in TOKENIZERS else tokenizer
+    prompt, output = encoder.encode("quick") + encoder.encode(REPLACEMENT, False) * 2, encoder.encode("quick", False)
+    assert tokenizer.token_table is None and tokenizer.decode(prompt).endswith(REPLACEMENT)
+    detokenizer = start_detokenizer(tokenizer, prompt)
+    assert not detokenizer.is_pending
+    assert "".join(detokenizer.push([token_id]) for token_id in output).strip() == "quick"
+    assert "".join(detokenizer.push([token_id]) for token_id in prompt[1:]).strip()[-1] == REPLACEMENT
+    assert detokenizer.flush() == "", "it is no part of a character"
+
+
 class CountedDecodes(WithoutTable):
     """num_tokens: decoded so far."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
+        super().__init__(tokenizer)
         self.num_tokens = 0
 
         def decode(token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -274,7 +317,11 @@ class CountedDecodes(WithoutTable):
 def test_windows_of_what_is_no_text_take_no_square_of_its_length() -> None:
     """No suffix of bytes that continue a character begins at a whole one; a skipped token never leaves the window."""
     continuing = BYTE_LEVEL.token_table.pieces.index(b"\x80")
-    for prompt, output in ([continuing] * 5_000, [continuing] * 20), ([7], [min(BYTE_LEVEL.special_ids)] * 5_000):
+    for prompt, output in (
+        ([continuing] * 5_000, [continuing] * 20),
+        ([7], [min(BYTE_LEVEL.special_ids)] * 5_000),
+        (PARTS[:1], PARTS[:1] * 500),
+    ):
         tokenizer = CountedDecodes(BYTE_LEVEL)
         text = "".join(stream(tokenizer, prompt, output, [1]))
         assert text.strip(REPLACEMENT) == ""

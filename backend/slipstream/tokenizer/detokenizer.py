@@ -17,15 +17,19 @@ from slipstream.tokenizer.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 8  # context of the window: exceeds the look-behind of any decoder
-_MAX_HELD_TOKENS = 8  # tokens without a complete character after which the window outputs U+FFFD
+_MAX_HELD_TOKENS = 8  # tokens behind the window, none of which ends a character
 _MAX_CONTEXT_BYTES = 64  # max context from a run of byte tokens
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as detokenisation uses it. token_table None: no exact table exists."""
+    """A tokenizer as detokenisation uses it. token_table None: no exact table exists. character_endings: see
+    token_table.py."""
 
     @property
     def token_table(self) -> TokenTable | None: ...
+
+    @property
+    def character_endings(self) -> Sequence[Sequence[int]]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
@@ -175,57 +179,73 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any tokenizer: the new text is decode(window + new tokens) minus decode(window)."""
+    """Any tokenizer: the new text is decode(window + new tokens) minus decode(window).
 
-    __slots__ = ("_base", "_is_skipping", "_new_ids", "_tokenizer", "_window", "is_pending")
+    U+FFFD at the end of a text is the beginning of a character only if more bytes make one of it: they are tried.
+    """
+
+    __slots__ = ("_base", "_is_skipping", "_is_window_open", "_new_ids", "_tokenizer", "_window", "is_pending")
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._is_skipping = skip_special_tokens
         self._window = context_token_ids(tokenizer, prompt_token_ids, skip_special_tokens)
-        text = tokenizer.decode(self._window, skip_special_tokens)
-        self._base = len(text.rstrip(REPLACEMENT))  # excludes a character that the prompt leaves incomplete
+        text, self.is_pending = self._decode([])
+        self._base = len(text)  # excludes a character that the prompt leaves incomplete
+        self._is_window_open = self.is_pending
         self._new_ids: list[int] = []
-        self.is_pending = self._base < len(text)
 
     def push(self, token_ids: Sequence[int]) -> str:
         self._new_ids = [*self._new_ids, *token_ids]  # a new list: copies of a started detokenizer share the old one
-        text = self._decode(self._new_ids)
-        self.is_pending = text.endswith(REPLACEMENT)
-        return self._push_pending(text) if self.is_pending else self._take(text, len(self._new_ids))
+        text, self.is_pending = self._decode(self._new_ids)
+        delta = text[self._base :]
+        self._base = max(self._base, len(text))
+        if self.is_pending:
+            self._move_to_last_character()
+        elif delta:
+            self._move(len(self._new_ids))
+        else:  # only skipped special tokens: they give no context, so the window stays
+            self._new_ids = self._new_ids[-_WINDOW_TOKENS:]
+        return delta
 
     def flush(self) -> str:
         self.is_pending = False
-        return self._take(self._decode(self._new_ids), len(self._new_ids))
+        text = self._tokenizer.decode(self._window + self._new_ids, self._is_skipping)
+        delta = text[self._base :]
+        self._base = max(self._base, len(text))
+        return delta
 
-    def _decode(self, new_ids: list[int]) -> str:
-        return self._tokenizer.decode(self._window + new_ids, self._is_skipping)
+    def _decode(self, new_ids: list[int]) -> tuple[str, bool]:
+        """The text that no further token changes, and whether a character begins behind it."""
+        token_ids = self._window + new_ids
+        text = self._tokenizer.decode(token_ids, self._is_skipping)
+        if text.endswith(REPLACEMENT):
+            for ending in self._tokenizer.character_endings:
+                completed = self._tokenizer.decode([*token_ids, *ending], self._is_skipping)
+                if not completed.endswith(REPLACEMENT):
+                    return completed[:-1], True
+        return text, False
 
-    def _push_pending(self, text: str) -> str:
-        """The text ends in U+FFFD, perhaps an incomplete character: output the text before its tokens."""
+    def _move_to_last_character(self) -> None:
+        """Move the window to the last tokens before the incomplete character."""
         num_new = len(self._new_ids)
         for num_taken in range(num_new - 1, max(0, num_new - 4), -1):
-            shorter = self._decode(self._new_ids[:num_taken])
-            if not shorter.endswith(REPLACEMENT):
-                return self._take(shorter, num_taken)
-        if num_new < _MAX_HELD_TOKENS:
-            return ""
-        certain = text.rstrip(REPLACEMENT)
-        if len(certain) <= self._base:  # only U+FFFD for _MAX_HELD_TOKENS tokens: output it
-            self.is_pending = False
-            return self._take(text, num_new)
-        delta, self._base = certain[self._base :], len(certain)
-        return delta
+            if not self._decode(self._new_ids[:num_taken])[1]:
+                self._move(num_taken)
+                return
+        if num_new >= _MAX_HELD_TOKENS:  # bytes that begin a character, each again, or tokens without text
+            self._move(num_new)
 
-    def _take(self, text: str, num_taken: int) -> str:
-        delta = text[self._base :]
-        if not delta:  # only skipped special tokens: they give no context, so the window stays
-            self._new_ids = self._new_ids[-_WINDOW_TOKENS:]
-            return ""
-        self._window = self._new_ids[:num_taken]  # begins at a whole character
-        self._new_ids = self._new_ids[num_taken:]
-        self._base = len(self._decode([]))
-        return delta
+    def _move(self, num_taken: int) -> None:
+        """Make the first new tokens the window, behind the old one if that ends within a character."""
+        taken, self._new_ids = self._new_ids[:num_taken], self._new_ids[num_taken:]
+        self._window = self._window + taken if self._is_window_open else taken
+        text, self._is_window_open = self._decode([])
+        if self._is_window_open:
+            self._window = [one for one in self._window if self._tokenizer.decode([one], self._is_skipping)]
+            self._window = self._window[-2 * _WINDOW_TOKENS :]
+        is_whole = not self._new_ids and not self._is_window_open
+        self._base = len(text if is_whole else self._decode(self._new_ids)[0])
 
 
 def decode_after(

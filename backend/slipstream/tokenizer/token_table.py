@@ -18,6 +18,7 @@ Piece = str | bytes | None
 # Cut point of a text, before the space: tokenizers attach the space to the next word, so few tokens span it.
 CUT = re.compile("[A-Za-z0-9](?= )")
 _BYTES_CUT = re.compile(CUT.pattern.encode())
+_CONTINUING = "<0x80>", "\u0122", "<0xBF>", "\u00bf"  # the tokens of two bytes, by byte fallback and byte level
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -131,6 +132,16 @@ def _sentencepiece_reader(decoder: Mapping[str, Any] | None) -> Callable[[str], 
 
 def _strips_space(decoder: Mapping[str, Any] | None) -> bool:
     return any(part["type"] == "Strip" for part in _parts(decoder))
+
+
+def character_endings(vocabulary: Mapping[str, int], decode: Callable[[Sequence[int], bool], str]) -> list[list[int]]:
+    """Token ids of which some complete any character that a text leaves incomplete; none without tokens of bytes.
+
+    Behind each beginning of a character one to three bytes 0x80 or as many 0xBF make a valid one.
+    """
+    found = [vocabulary[token] for token in _CONTINUING if token in vocabulary]
+    found = [token_id for token_id in found if decode([token_id], False) == "\ufffd"]
+    return [[token_id] * num_bytes for token_id in found for num_bytes in (1, 2, 3)]
 
 
 def table_agrees(table: TokenTable, decode: Callable[[Sequence[int], bool], str], num_probes: int = 64) -> bool:

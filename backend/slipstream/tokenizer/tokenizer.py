@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
 from slipstream.tokenizer.stated_tokens import StatedTokens
-from slipstream.tokenizer.token_table import CUT, TokenTable, build_token_table, table_agrees
+from slipstream.tokenizer.token_table import CUT, TokenTable, build_token_table, character_endings, table_agrees
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class TextTokenizer:
             logger.warning("the tokenizer's decoder differs from its table of pieces: decoding by windows, slower")
             table = None
         self._table = table
+        self.character_endings = character_endings(vocabulary, self.decode)
         spelled = max((len(token.encode("utf-8")) for token in vocabulary), default=0)
         self.max_token_bytes = table.max_bytes if table is not None else spelled
         self.can_cut = table is not None and not table.spans_cuts and self._cuts_cleanly()
