@@ -7,6 +7,7 @@ import http.client
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,12 @@ from gateway import GatewayProcess
 from slipstream.server import logprobs
 from slipstream.server.errors import ApiError
 from slipstream.server.logprobs import Entry, LogprobForm, chat_logprobs, completion_logprobs, first_token_text
-from slipstream.server.model_tokenizer import MAX_WAITING_CHARS, ModelTokenizer, TokenizerThreads
+from slipstream.server.model_tokenizer import (
+    MAX_TOKENIZED_AT_ONCE,
+    MAX_WAITING_CHARS,
+    ModelTokenizer,
+    TokenizerThreads,
+)
 from slipstream.server.schemas import TokenizeRequest
 from slipstream.server.tokenize import _json, tokenize
 from tokenizers import Tokenizer
@@ -207,6 +213,30 @@ def test_one_key_cannot_fill_the_threads_that_tokenize() -> None:
         await asyncio.sleep(0)
         go_on.set()
         assert all(await asyncio.gather(*held)) and await threads.run(b"me", MAX_WAITING_CHARS, go_on.wait)
+        threads.close()
+
+    asyncio.run(run())
+
+
+def test_one_long_text_is_tokenized_at_a_time_and_short_ones_beside_it() -> None:
+    """A million characters take up to 0.6 GB until they are token ids."""
+
+    async def run() -> None:
+        threads, go_on, begun = TokenizerThreads(), threading.Event(), list[bytes]()
+
+        def work(owner: bytes) -> bool:
+            begun.append(owner)
+            return go_on.wait(10)
+
+        owners = [b"me", b"you", b"them"]
+        held = [
+            asyncio.create_task(threads.run(owner, MAX_TOKENIZED_AT_ONCE + 1, partial(work, owner))) for owner in owners
+        ]
+        for owner in owners:
+            await asyncio.wait_for(threads.run(owner, MAX_TOKENIZED_AT_ONCE, lambda: None), 10)
+        assert begun == [b"me"]
+        go_on.set()
+        assert all(await asyncio.gather(*held)) and begun == owners
         threads.close()
 
     asyncio.run(run())

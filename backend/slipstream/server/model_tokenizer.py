@@ -19,6 +19,7 @@ from slipstream.tokenizer.tokenizer import TextTokenizer
 
 NUM_THREADS = 2
 MAX_WAITING_CHARS = 4 << 20  # characters or tokens of an API key's requests at once: some two seconds of a thread
+MAX_TOKENIZED_AT_ONCE = 64 << 10  # characters or tokens; of longer texts, up to 0.6 GB each, one at a time
 T = TypeVar("T")
 
 
@@ -27,6 +28,7 @@ class TokenizerThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "tokenize")
+        self._long_texts = ThreadPoolExecutor(1, "tokenize-long")
         self._waiting: Counter[bytes] = Counter()
 
     async def run(self, owner: bytes, size: int, work: Callable[[], T]) -> T:
@@ -38,14 +40,16 @@ class TokenizerThreads:
             raise ApiError(429, f"{message}; try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
         self._waiting[owner] += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            pool = self._pool if size <= MAX_TOKENIZED_AT_ONCE else self._long_texts
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
         finally:
             self._waiting[owner] -= size
             if not self._waiting[owner]:
                 del self._waiting[owner]
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_texts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class ModelTokenizer:
