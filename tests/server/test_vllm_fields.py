@@ -17,6 +17,7 @@ from fake_triton import FakeTriton
 from gateway import GatewayProcess
 from slipstream.server import logprobs
 from slipstream.server.errors import ApiError
+from slipstream.server.generation import Response
 from slipstream.server.logprobs import Entry, LogprobForm, chat_logprobs, completion_logprobs, first_token_text
 from slipstream.server.model_tokenizer import (
     MAX_TOKENIZED_AT_ONCE,
@@ -24,7 +25,8 @@ from slipstream.server.model_tokenizer import (
     ModelTokenizer,
     TokenizerThreads,
 )
-from slipstream.server.schemas import TokenizeRequest
+from slipstream.server.schemas import Sampling, TokenizeRequest
+from slipstream.server.token_ids import stop_reason
 from slipstream.server.tokenize import _json, tokenize
 from tokenizers import Tokenizer
 
@@ -58,6 +60,32 @@ def test_token_ids_come_beside_the_text(client: openai.OpenAI, tokenizer: Tokeni
             got += getattr(choice, "token_ids", [])
             prompts.append(getattr(choice, "prompt_token_ids", None))
     assert got == chat.choices[0].token_ids and prompts.count(rendered) == 1
+
+
+def test_a_choice_says_which_stop_ended_it(client: openai.OpenAI) -> None:
+    """A stop string as text, a stop token as its number, null for another end; without stops there is no such key."""
+    plain = {**PLAIN, "extra_body": {"return_token_ids": True}}
+    [free] = client.completions.create(**plain).choices
+    assert "stop_reason" not in free.model_extra
+    text, last = free.text[-2:], free.token_ids[-1]
+    cases = [({"stop": ["never", text]}, text), ({"extra_body": {"stop_token_ids": [last]}}, last)]
+    for stops, wanted in [*cases, ({"stop": "never"}, None)]:
+        [choice] = client.completions.create(**PLAIN, **stops).choices
+        assert choice.stop_reason == wanted and choice.finish_reason == ("length" if wanted is None else "stop")
+        for ask, body in ((client.completions, PLAIN), (client.chat.completions, {**CHAT, "temperature": 0})):
+            [whole] = ask.create(**body, **stops).choices
+            chunks = [one for part in ask.create(**body, **stops, stream=True) for one in part.choices]
+            told = [one.stop_reason for one in chunks if "stop_reason" in (one.model_extra or {})]
+            assert told == [whole.stop_reason] and chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_a_stop_string_of_digits_is_no_token() -> None:
+    def told(stop: str | list[str], text: str) -> object:
+        response = Response({"stop_reason": 0}, [len(text).to_bytes(4, "little") + text.encode()])
+        return stop_reason(Sampling(model="llm", stop=stop, stop_token_ids=[7]), response)["stop_reason"]
+
+    assert told(["7", "x"], "7") == "7" and told("7", "7") == "7"
+    assert told("x", "7") == 7 and told("x", "") is None
 
 
 def test_log_probabilities_of_the_prompt(client: openai.OpenAI, tokenizer: Tokenizer) -> None:

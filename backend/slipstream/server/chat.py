@@ -28,7 +28,7 @@ from slipstream.server.reasoning import guide_behind, plan_reasoning, with_reaso
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
 from slipstream.server.schemas import ChatRequest, Message, TextPart
 from slipstream.server.sse import TextEvents, event, json_answer, to_bytes
-from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
+from slipstream.server.token_ids import ids_of_piece, output_ids, stop_reason, with_further_outputs
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse, plan_tools
 from slipstream.server.unknown_fields import shown
@@ -174,7 +174,7 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
             choice["logprobs"] = logprob_forms.written_chat_logprobs(entries[index], form_of(request, model))
         ended = finish_reason(reason)
         choice["finish_reason"] = tools.finish_reason if has_calls and ended == "stop" else ended
-        choice |= timed_out(reason)
+        choice |= timed_out(reason) | stop_reason(request, response, index)
         if request.return_token_ids:
             choice["token_ids"] = output_ids(response)[index]
         choices.append(choice)
@@ -248,7 +248,7 @@ class ChatWriter:
 
     def __init__(self, request: ChatRequest, model: Model, tools: ToolUse) -> None:
         self._head = new_head("chat.completion.chunk", "chatcmpl", request.request_id or "", model)
-        self._model, self._tools = model, tools
+        self._request, self._model, self._tools = request, model, tools
         self._num_choices = request.n or 1
         self._form = form_of(request, model) if request.logprobs else None
         self._echo, self._has_ids = echoed(request), bool(request.return_token_ids)
@@ -293,7 +293,7 @@ class ChatWriter:
             data = self._texts[index].make(text)
         if verdict := safety_of(self._model, response):
             data += event({**self._head, "choices": [], **verdict})
-        return data + self._finish(index, reason) if reason else data
+        return data + self._finish(index, reason, response) if reason else data
 
     def _logprobs(self, response: Response) -> dict[str, Any] | None:
         if self._form is None:
@@ -335,12 +335,13 @@ class ChatWriter:
             return {"function_call": {"name": found.name, "arguments": ""}}
         return {"function_call": {"arguments": found.text}}
 
-    def _finish(self, index: int, reason: str) -> bytes:
+    def _finish(self, index: int, reason: str, response: Response) -> bytes:
         data = self._parsed(index, self._parsers[index].finish(), None) if self._parsers else b""
         ended = finish_reason(reason)
         if self._num_calls[index] and ended == "stop":
             ended = self._tools.finish_reason
-        return data + self._chunk({**_choice(index, {}), "finish_reason": ended, **timed_out(reason)})
+        further = timed_out(reason) | stop_reason(self._request, response)
+        return data + self._chunk({**_choice(index, {}), "finish_reason": ended, **further})
 
     def end(self) -> bytes:
         return b""

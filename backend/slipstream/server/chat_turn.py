@@ -16,6 +16,7 @@ from slipstream.server.errors import ApiError, refused
 from slipstream.server.generation import Response
 from slipstream.server.sampling import PASSED_NAMES
 from slipstream.server.schemas import ChatRequest, TurnRequest
+from slipstream.server.token_ids import STOP_REASON
 from slipstream.server.tools.json_call import Content, Event
 from slipstream.server.tools.select import ToolUse
 from slipstream.server.usage import Usage
@@ -46,20 +47,19 @@ def text_of(parts: str | Sequence[Mapping[str, Any]], kinds: Sequence[str], wher
 
 class ChatReader:
     """Reads the responses of one generation. reason: the engine's finish reason, "" before the end; stop_string: the
-    stop string that ended the text, if the model says it."""
+    stop string that ended the text, if the request has some and the model says it."""
 
     def __init__(self, model: Model, tools: ToolUse) -> None:
         self._parser = tools.make_parser() if tools.make_parser is not None else None
         self._has_reasoning = tools.has_reasoning
-        self._says_stop = "stop_reason" in model.outputs
         self.usage = Usage(model)
         self.reason = self.stop_string = ""
 
     def read(self, response: Response) -> list[Event]:
         self.usage.add(response)
         self.reason = response.text("finish_reason")
-        if self.reason and self._says_stop and "stop_reason" in response.positions:
-            self.stop_string = response.text("stop_reason")
+        if self.reason and STOP_REASON in response.positions:
+            self.stop_string = response.text(STOP_REASON)
         text = response.text("text_output")
         if self._parser is None:
             return [Content(text)] if text else []

@@ -27,7 +27,7 @@ from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import sampling_parameters
 from slipstream.server.schemas import CompletionRequest
 from slipstream.server.sse import TextEvents, event, json_answer, to_bytes
-from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
+from slipstream.server.token_ids import ids_of_piece, output_ids, stop_reason, with_further_outputs
 from slipstream.server.usage import Usage
 
 PromptValue = str | Sequence[int]
@@ -125,6 +125,7 @@ def whole_answer(
             if request.logprobs is not None:
                 choice["logprobs"] = _logprobs(request, model, generation.prompt, response, sequence)
             choice |= {"finish_reason": finish_reason(reason), **timed_out(reason)}
+            choice |= stop_reason(request, response, sequence)
             if request.return_token_ids:
                 choice["token_ids"] = output_ids(response)[sequence]
                 choice["prompt_token_ids"] = response.integers("prompt_token_ids")
@@ -160,6 +161,7 @@ def form_of(request: CompletionRequest, model: Model) -> logprob_forms.LogprobFo
 def _drop_output(choice: dict[str, Any], request: CompletionRequest, model: Model, generation: Generation) -> None:
     """Drop the one token that the engine generates for max_tokens=0 (the prompt's text and log-probabilities only)."""
     choice["finish_reason"] = "length"
+    choice.pop("stop_reason", None)
     if request.return_token_ids:
         choice["token_ids"] = []
     if not request.echo:
@@ -235,6 +237,8 @@ class CompletionWriter:
             choice["logprobs"] = logprob_forms.completion_logprobs(entries, self._form, self._offsets[sequence])
             self._offsets[sequence] += len(text)
         choice |= {"finish_reason": finish_reason(reason) if reason else None, **timed_out(reason)}
+        if reason:
+            choice |= stop_reason(self._answer.request, response)
         return event({**self._answer.head, "choices": [choice]})
 
     def _without_output(self, response: Response, sequence: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What vLLM's fields `return_token_ids` and `prompt_logprobs` add to an answer. Pure functions."""
+"""What vLLM adds to an answer for `return_token_ids`, `prompt_logprobs` and stops of the request. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from slipstream.server.generation import Response
 from slipstream.server.schemas import Sampling
 
 OUTPUTS = ("output_ids", "prompt_token_ids", "num_output_tokens")
+STOP_REASON = "stop_reason"
+_STOPS = ("stop", "stop_token_ids")
 
 
 def with_further_outputs(request: Sampling, model: Model, outputs: tuple[str, ...]) -> tuple[str, ...]:
-    """With the outputs that `prompt_logprobs` and `return_token_ids` need.
+    """With the outputs that `prompt_logprobs`, `return_token_ids` and `stop_reason` need.
 
     Raises ApiError for a stream with prompt_logprobs, and for a model that does not declare the outputs.
     """
@@ -28,6 +30,8 @@ def with_further_outputs(request: Sampling, model: Model, outputs: tuple[str, ..
         for name in OUTPUTS:
             require_output(model, name, "return_token_ids", "false")
         further += OUTPUTS
+    if has_stops(request) and STOP_REASON in model.outputs:
+        further += (STOP_REASON,)
     return outputs + tuple(name for name in further if name not in outputs)
 
 
@@ -44,3 +48,19 @@ def ids_of_piece(response: Response) -> dict[str, Any]:
     """What a streamed choice has beside its text; the prompt's with the first."""
     prompt = response.integers("prompt_token_ids")
     return {"token_ids": output_ids(response)[0], **({"prompt_token_ids": prompt} if prompt else {})}
+
+
+def has_stops(request: Sampling) -> bool:
+    return any(getattr(request, name) for name in _STOPS)
+
+
+def stop_reason(request: Sampling, response: Response, sequence: int = 0) -> dict[str, Any]:
+    """vLLM's key beside the finish reason: the request's stop string or stop token that ended the sequence, else null.
+
+    Nothing for a request without stops, whose reason would always be null, and for a model that does not say it.
+    """
+    if not has_stops(request) or STOP_REASON not in response.positions:
+        return {}
+    text = response.texts(STOP_REASON)[sequence]
+    strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return {STOP_REASON: int(text) if text.isdecimal() and text not in strings else text or None}

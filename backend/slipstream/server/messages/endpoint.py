@@ -24,8 +24,6 @@ from slipstream.server.tools.select import plan_tools
 async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
     generation, tools = await gateway.plan(http, lambda: plan_answer(to_chat(request), model))
-    if "stop_reason" in model.outputs:
-        generation.outputs += ("stop_reason",)
     http.state.lease.prepare([generation], model)
     writer = MessageWriter(request, ChatReader(model, tools), tools)
     if request.stream:
