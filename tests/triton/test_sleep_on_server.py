@@ -91,10 +91,11 @@ def test_the_gateway_asks_for_its_admin_key(llm_server: LlmServer, sleeper: str,
         assert call("POST", "/sleep?level=2")[1]["is_sleeping"] is True
         assert call("GET", f"/is_sleeping?model={sleeper}")[1]["is_sleeping"] is True
         assert sleeper not in call("GET", "/ready")[1]["models"]
-        for query, param in (("level=7", "sleep_level"), ("mode=now", "sleep_mode")):
-            status, refused = call("POST", f"/sleep?{query}")
+        queries = (("sleep?level=7", "level"), ("sleep?mode=now", "mode"), ("reload_weights?folder=/etc", "folder"))
+        for query, param in queries:  # by the name that the caller wrote
+            status, refused = call("POST", f"/{query}")
             assert (status, refused["error"]["param"]) == (400, param)
-        assert call("POST", "/reload_weights?folder=/etc")[1]["error"]["param"] == "reload_folder"
+            assert refused["error"]["message"].startswith(f"{param}: ")
         assert call("POST", "/wake_up?model=nobody")[0] == 404
         assert call("POST", "/wake_up")[1]["is_sleeping"] is False
         assert sleeper in call("GET", "/ready")[1]["models"]

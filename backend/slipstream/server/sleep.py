@@ -19,6 +19,8 @@ from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway
 from slipstream.server.keys import digest_of
 
+_NAMES = {"sleep_level": "level", "sleep_mode": "mode", "reload_folder": "folder"}  # the model's -> those of the paths
+
 
 def add_sleep(app: FastAPI, admin_digest: bytes, responses: dict[int | str, dict[str, Any]]) -> None:
     """admin_digest: of the key that every call has to bring."""
@@ -27,7 +29,10 @@ def add_sleep(app: FastAPI, admin_digest: bytes, responses: dict[int | str, dict
         check_admin(request, admin_digest)
         gateway: Gateway = request.app.state.gateway
         named = await _named(gateway, model)
-        return JSONResponse(await tell(gateway.link, named.triton_name, command, **settings))
+        try:
+            return JSONResponse(await tell(gateway.link, named.triton_name, command, **settings))
+        except ApiError as error:
+            raise _by_its_own_name(error) from None
 
     @app.post("/sleep", responses=responses)
     async def sleep(request: Request, model: str = "", level: int = 1, mode: str = "wait") -> Response:
@@ -51,6 +56,14 @@ def check_admin(request: Request, admin_digest: bytes) -> None:
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(digest_of(given.encode("utf-8", "surrogateescape")), admin_digest):
         raise ApiError(401, "accepted: Authorization: Bearer, with the key of --admin-key-file", code="invalid_api_key")
+
+
+def _by_its_own_name(error: ApiError) -> ApiError:
+    """A refusal of the model names its setting; the caller knows the parameter of the path."""
+    ours = error.param or ""
+    if (name := _NAMES.get(ours)) is None:
+        return error
+    return ApiError(error.status_code, name + error.message.removeprefix(ours), code=error.code, param=name)
 
 
 async def is_awake(gateway: Gateway, model: Model) -> bool:
