@@ -70,6 +70,10 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "lora_root": {"enable_lora": "true"},
         "lora_cache_host_memory_bytes": {"enable_lora": "true"},
         "kv_events_replay_endpoint": {"kv_events_endpoint": "tcp://127.0.0.1:5557"},
+        "kv_events_topic": {"kv_events_endpoint": "tcp://127.0.0.1:5557"},
+        "ngram_min": {"ngram_max": "99"},
+        "wake_on_request": {"enable_sleep_mode": "true"},
+        "reload_root": {"enable_sleep_mode": "true"},
     }.get(parameter.name, {})
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
@@ -138,6 +142,11 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
          "kv_events_replay_endpoint='tcp://h:5557': accepted with kv_events_endpoint"),
         ({"kv_events_endpoint": "tcp://h:5557", "kv_events_replay_endpoint": "tcp://h:5557"},
          "kv_events_replay_endpoint='tcp://h:5557': accepted: another than kv_events_endpoint"),
+        ({"kv_events_topic": "kv@a@b"}, "kv_events_topic='kv@a@b': accepted with kv_events_endpoint"),
+        ({"wake_on_request": "true"}, "wake_on_request=True: accepted with enable_sleep_mode=true"),
+        ({"reload_root": "/a"}, "reload_root='/a': accepted with enable_sleep_mode=true"),
+        ({"ngram_min": "5"}, "ngram_min=5: accepted: at most ngram_max=4"),
+        ({"prompt_lookup_min": "3", "ngram_max": "2"}, "ngram_min=3: accepted: at most ngram_max=2"),
         ({"rank_address": f"h:{MANY_DIGITS}"}, "rank_address='h:9+': accepted: HOST:PORT"),
         ({"cuda_graphs": f"1,{MANY_DIGITS}"}, "cuda_graphs='1,9+': accepted: auto, off, or integers"),
         ({"pipeline_layers": MANY_DIGITS}, "pipeline_layers='9+': accepted: numbers from 1 on"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slipstream.core.config import CacheConfig, EngineConfig, ParallelConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ParallelConfig, ServingConfig
 from slipstream.core.config_table import MOST_PORT
-from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
+from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod, NgramOptions
 from slipstream.core.errors import ConfigError
 
 
@@ -31,6 +31,8 @@ def check_combinations(config: EngineConfig) -> None:
             f"given together with num_blocks={cache.num_blocks}; accepted: one of them",
         )
     _check_drafters(config)
+    _check_ngram(config)
+    _check_sleep(config.serving)
     _check_nodes(config.parallel)
     check_events(config.cache, 1)
     _check_lora(config)
@@ -54,6 +56,8 @@ def check_events(cache: CacheConfig, num_engines: int) -> None:
     name, given, replay = "kv_events_replay_endpoint", cache.events_endpoint, cache.events_replay_endpoint
     if replay and not given:
         raise ConfigError(name, replay, "accepted with kv_events_endpoint")
+    if cache.events_topic and not given:
+        raise ConfigError("kv_events_topic", cache.events_topic, "accepted with kv_events_endpoint")
     if given and not cache.enable_prefix_caching:
         raise ConfigError(
             "kv_events_endpoint", given, "accepted with enable_prefix_caching, whose blocks the events name"
@@ -83,6 +87,21 @@ def _check_lora(config: EngineConfig) -> None:
         raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
     elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:
         raise ConfigError("lora_modules", model.lora_modules, f"accepted: at most max_cpu_loras={model.max_cpu_loras}")
+
+
+def _check_ngram(config: EngineConfig) -> None:
+    """A short ngram_max alone lowers the default of ngram_min; only one that is stated can contradict it."""
+    options = config.speculation.options_of(NgramOptions)
+    if "ngram_min" in config.serving.stated and options.ngram_min > options.ngram_max:
+        raise ConfigError("ngram_min", options.ngram_min, f"accepted: at most ngram_max={options.ngram_max}")
+
+
+def _check_sleep(serving: ServingConfig) -> None:
+    """What belongs to a model that may sleep would be without effect on one that may not."""
+    values = {"wake_on_request": serving.wake_on_request, "reload_root": serving.reload_root}
+    for name, value in values.items():
+        if value and not serving.enable_sleep_mode:
+            raise ConfigError(name, value, "accepted with enable_sleep_mode=true")
 
 
 def _check_drafters(config: EngineConfig) -> None:
