@@ -62,6 +62,25 @@ def test_token_ids_come_beside_the_text(client: openai.OpenAI, tokenizer: Tokeni
     assert got == chat.choices[0].token_ids and prompts.count(rendered) == 1
 
 
+def test_counts_come_with_every_chunk(client: openai.OpenAI) -> None:
+    """vLLM's continuous_usage_stats: of completions as of chats, beside log-probabilities, for several prompts."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    several = {**PLAIN, "prompt": [PROMPT, PROMPT], "n": 2, "temperature": 1}
+    for ask, body in (
+        (client.completions, PLAIN),
+        (client.completions, {**PLAIN, "logprobs": 1}),
+        (client.completions, several),
+        (client.chat.completions, {**CHAT, "temperature": 0}),
+    ):
+        *chunks, last = ask.create(**body, stream=True, stream_options=options)
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+        assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens and not last.choices
+        texts = [chunk for chunk in chunks if getattr(chunk.choices[0], "text", "")]
+        assert all(chunk.usage for chunk in texts) and len(set(counts)) >= 4
+        told = list(ask.create(**body, stream=True, stream_options={"include_usage": True}))
+        assert not any(chunk.usage for chunk in told[:-1]) and told[-1].usage.prompt_tokens == last.usage.prompt_tokens
+
+
 def test_a_choice_says_which_stop_ended_it(client: openai.OpenAI) -> None:
     """A stop string as text, a stop token as its number, null for another end; without stops there is no such key."""
     plain = {**PLAIN, "extra_body": {"return_token_ids": True}}

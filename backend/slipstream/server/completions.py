@@ -179,12 +179,15 @@ def _drop_output(choice: dict[str, Any], request: CompletionRequest, model: Mode
 
 
 class StreamedAnswer:
-    """Shared by the streams of one request: head and usage."""
+    """Shared by the streams of one request: head and usage, which may come with every chunk."""
 
     def __init__(self, request: CompletionRequest, model: Model) -> None:
         self.request, self.model = request, model
         self.head = new_head("text_completion", "cmpl", request.request_id or "", model)
         self.usage = Usage(model) if wants_usage(request) else None
+        options = request.stream_options
+        is_running = options is not None and options.include_usage and options.continuous_usage_stats
+        self.has_running_usage = is_running and request.max_tokens != 0  # then the one token is not told of
         if self.usage is not None:
             self.head["usage"] = None
 
@@ -224,10 +227,13 @@ class CompletionWriter:
         text, reason = response.text("text_output"), response.text("finish_reason")
         if self._answer.usage is not None:
             self._answer.usage.add(response, self._number * self._n + sequence, self._is_first)
+            if self._answer.has_running_usage:
+                self._answer.head["usage"] = self._answer.usage.to_json()
         self._is_first = False
         if self._answer.request.max_tokens == 0:
             return self._without_output(response, sequence) if reason else b""
-        if not reason and self._form is None and not self._has_ids:
+        is_text_alone = not reason and self._form is None and not self._has_ids
+        if is_text_alone and not (text and self._answer.has_running_usage):
             return self._text(sequence, text) if text else b""
         choice = _choice(self._number * self._n + sequence, text)
         if self._has_ids:
