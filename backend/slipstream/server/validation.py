@@ -9,6 +9,7 @@ from slipstream.core.setting_values import shown
 from slipstream.core.settings import BY_NAME
 from slipstream.server.sampling import PASSED_NAMES
 
+_SOURCES = ("body", "query")  # where FastAPI found the value; a field of the body may have such a name, too
 _MAX_NAME_CHARS = 64  # of a part of a field's name: keys of an object are the client's
 
 
@@ -25,7 +26,9 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     first = max(errors, key=_specificity)
     if first["type"] == "json_invalid":
         return f"The request body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-    path = [part for part in first["loc"] if part != "body"]
+    path = list(first["loc"])
+    if path and path[0] in _SOURCES:
+        path.pop(0)
     field = ""
     for part in path:
         if isinstance(part, int):
