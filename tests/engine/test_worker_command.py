@@ -98,6 +98,47 @@ def test_what_sigterm_does_to_ranks(
         worker.run(parser.parse_args([*given, "-1"]))
 
 
+def test_sigterm_is_not_lost_while_a_rank_that_has_ended_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It came in the destructor of the process before, where Python ignores exceptions."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    parser = ArgumentParser()
+    worker.add_arguments(parser)
+    options = ["--address", "engine:1", "--nodes", "2", "--node", "1", "--ranks", "1"]
+    given = parser.parse_args(["--secret-file", str(tmp_path / "secret"), *options])
+    pauses = 0
+
+    class Ended:
+        pid = os.getpid()
+
+        def poll(self) -> int:
+            return 1
+
+        def kill(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            if pauses == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        assert pauses < 3, "SIGTERM was lost"
+
+    monkeypatch.setattr(worker, "_start", lambda _: Ended())
+    monkeypatch.setattr(worker, "_PAUSE_S", -1.0)
+    monkeypatch.setattr(worker, "_LOOK_S", 0.0)
+    monkeypatch.setattr(worker.time, "sleep", pause)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert worker.run(given) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert pauses == 2
+
+
 def test_a_rank_that_is_stopped_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It does not end with its connection, so the engine would wait for another one in vain."""
     (tmp_path / "secret").write_bytes(SECRET)

@@ -48,8 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-timeout", type=int, default=0, help=drain)
 
 
-class _Stopped(Exception):
-    """SIGTERM has come."""
+class _Stops:
+    """How often SIGTERM has come. Counted, and not raised: an exception is lost in a destructor, as that of a rank's
+    process that has ended, and the worker would never end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,18 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain_timeout <= MAX_DRAIN_S:
         raise ConfigError("--drain-timeout", arguments.drain_timeout, f"accepted: 0 to {MAX_DRAIN_S} seconds")
     read_secret(arguments.secret_file)
-    processes = [_RankProcess(rank) for rank in ranks]
+    processes, stops = [_RankProcess(rank) for rank in ranks], _Stops()
     try:
-        signal.signal(signal.SIGTERM, _end)
-        while True:
+        signal.signal(signal.SIGTERM, stops.note)
+        while not stops.count:
             for process in processes:
                 process.look(time.monotonic())
             time.sleep(_LOOK_S)
-    except _Stopped:
         limit = time.monotonic() + arguments.drain_timeout
-        with suppress(_Stopped):  # a second SIGTERM
-            while time.monotonic() < limit and any(process.runs for process in processes):
-                time.sleep(_LOOK_S)
+        while stops.count < 2 and time.monotonic() < limit and any(process.runs for process in processes):
+            time.sleep(_LOOK_S)
         return 0
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next one must not keep a rank alive
@@ -171,7 +176,3 @@ def _start(rank: dict[str, object]) -> subprocess.Popen[bytes]:
     path = [place for place in sys.path if place]  # without the current directory, for safety
     command = [sys.executable, "-c", _START.format(path=path), json.dumps(rank)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _Stopped
