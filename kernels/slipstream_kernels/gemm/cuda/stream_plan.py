@@ -32,11 +32,6 @@ class Plan(NamedTuple):
         """Sums of a tile, which a CTA writes for others to add."""
         return MAX_UNITS * UNIT_ROWS * self.columns
 
-    def split_workspace(
-        self, counters: torch.Tensor | None, device: torch.device
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return split_workspace(self, counters, device)
-
 
 class Shared(Protocol):
     """What plans of all streaming products have, as Plan has it."""

@@ -14,7 +14,7 @@ from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.gemm.cuda.stream_libraries import count_ctas_of, load_all
-from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan
+from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan, split_workspace
 from slipstream_kernels.gemm.cuda.stream_w4a16_choice import COLUMNS
 from slipstream_kernels.integer import Int4Weight
 
@@ -75,11 +75,11 @@ def stream_w4a16(
     """x @ dequantised(weight).T + bias.  One launch.
 
     x: [num_tokens, in_features] bf16 or fp16, rows at multiples of 16 bytes; bias has its type.  weight: repacked for
-    16-bit rows.  plan: of stream_w4a16_choice.  counters: as Plan.split_workspace takes them.
+    16-bit rows.  plan: of stream_w4a16_choice.  counters: as split_workspace takes them.
     """
     assert weight.zeros is not None
     out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    partial_sums, counters = plan.split_workspace(counters, x.device)
+    partial_sums, counters = split_workspace(plan, counters, x.device)
     group_scales, _ = weight.scales
     tensors = {
         "x": x,

@@ -17,7 +17,7 @@ from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.cuda.stream_libraries import count_ctas_of, load_all
-from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan
+from slipstream_kernels.gemm.cuda.stream_plan import UNIT_ROWS, Plan, split_workspace
 from slipstream_kernels.gemm.cuda.swap_ab_stream_choice import COLUMNS
 
 SOURCE = "sm90_swap_ab_stream.cu"
@@ -69,12 +69,12 @@ def swap_ab_stream(
 ) -> torch.Tensor:
     """See ops.swap_ab_gemm, not gated.  One launch.
 
-    plan: of swap_ab_stream_choice.  counters: as Plan.split_workspace takes them.
+    plan: of swap_ab_stream_choice.  counters: as split_workspace takes them.
     """
     out = torch.empty((x.num_tokens, weight.shape[0]), dtype=x.dtype, device=weight.device)
     if not x.num_tokens:
         return out
-    partial_sums, counters = plan.split_workspace(counters, weight.device)
+    partial_sums, counters = split_workspace(plan, counters, weight.device)
     operands = {"x": x.values, "weight": weight, "x_scale": x.scales, "scale": scales, "bias": bias, "out": out}
     params = SwapAbStreamParams(
         **addresses({**operands, "partial_sums": partial_sums, "counters": counters}),
