@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slipstream.worker.host_copy import HostCopy, Staging, _Pool
+from slipstream.worker.host_copy import _INLINE_BYTES, HostCopy, Staging, _Pool
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BUSY_CYCLES = 200_000_000  # about a tenth of a second
@@ -45,18 +45,24 @@ def test_on_a_cpu() -> None:
 
 
 @needs_gpu
-def test_what_is_sent_arrives_behind_a_busy_device() -> None:
-    """Each step's bytes as they were when it was sent."""
-    target = torch.zeros(4100, dtype=torch.uint8, device="cuda")  # no other memory is of this size
-    staging, source, found = Staging(target), np.zeros(3000, dtype=np.uint8), []
+@pytest.mark.parametrize("count", [3000, _INLINE_BYTES, _INLINE_BYTES + 1, 300_000])
+def test_what_is_sent_arrives_behind_a_busy_device(count: int) -> None:
+    """Each step's bytes as they were when it was sent; nothing waits for the device."""
+    target = torch.zeros(count + 100, dtype=torch.uint8, device="cuda")  # no other memory is of this size
+    staging, source, found = Staging(target), np.zeros(count, dtype=np.uint8), []
     for round_of in range(3):
         torch.cuda._sleep(BUSY_CYCLES)
+        busy = torch.cuda.Event()
+        busy.record()
         for step in range(7):
             source[:] = 7 * round_of + step
             staging.send(source)
             found.append(target.clone())
+        assert not busy.query(), "seven are sent before the device begins with the first"
         torch.cuda.synchronize()
-    assert [(one[0].item(), one[2999].item(), one[3000].item()) for one in found] == [(n, n, 0) for n in range(21)]
+    assert [(one[0].item(), one[count - 1].item(), one[count].item()) for one in found] == [
+        (n, n, 0) for n in range(21)
+    ]
     assert len(staging._pool._free) <= 7, "those of the first round are free in the second"
 
 
