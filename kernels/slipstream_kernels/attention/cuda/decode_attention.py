@@ -27,8 +27,7 @@ MAX_DECODE_REQUESTS = 1024
 # Rows of queries that share one pass over the keys; wider heads leave registers for fewer.
 MAX_ROWS = 32
 MAX_ROWS_WIDE = 16
-MAX_CTAS_PER_SM = 2
-
+MAX_CTAS_PER_SM = 3
 
 POINTERS = (
     "q", "key_cache", "value_cache", "out", "key_scale", "value_scale", "block_tables", "query_start_loc", "seq_lens",
@@ -110,14 +109,14 @@ def workspace(device: torch.device) -> Workspace:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("decode_attention: first use on this device lies inside a graph capture; run it once before")
     num_sms = count_sms(device)
-    grid = MAX_CTAS_PER_SM * num_sms
-    # A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on.
-    rows = 2 * grid * MAX_ROWS
+    # A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on. Three
+    # CTAs of an SM have fewer rows in all than two with the most.
+    rows = 2 * 2 * num_sms * MAX_ROWS
     return Workspace(
         num_sms=num_sms,
         partial_out=torch.empty(rows * 128, dtype=torch.float32, device=device),
         partial_state=torch.empty(rows * 2, dtype=torch.float32, device=device),
-        arrivals=torch.zeros(grid, dtype=torch.int32, device=device),
+        arrivals=torch.zeros(MAX_CTAS_PER_SM * num_sms, dtype=torch.int32, device=device),
     )
 
 

@@ -45,15 +45,16 @@ struct DecodeShape {
     const int stages = (kSharedBytes / ctas - kReservedBytes - fixed_bytes(warps)) / (warps * kStageBytes);
     return stages < kMaxStages ? stages : kMaxStages;
   }
-  // Two CTAs to an SM, so that one streams while the other begins or ends a unit, if they leave two stages each. Small
-  // tiles want more warps, for the latency of their arithmetic; more rows want the registers.
-  static constexpr int kWarps = NUM_N == 1 && kStageBytes <= 3800 ? 8 : 4;
-  static constexpr int kCtas = stages(2, kWarps) >= 2 ? 2 : 1;
+  // CTAs of an SM stream while others begin or end a unit: three where a tile has few bytes, so that enough of them are on
+  // their way, and few rows, so that registers suffice; else two, if they leave two stages each.
+  static constexpr int kWarps = 4;
+  static constexpr bool kIsSmall = HEAD_DIM <= 64 ? NUM_N <= 2 : NUM_N == 1 && kRowBytes <= 96;
+  static constexpr int kCtas = kIsSmall ? 3 : stages(2, kWarps) >= 2 ? 2 : 1;
   static constexpr int kStages = stages(kCtas, kWarps);
   static constexpr int kThreads = 32 * kWarps;
   // The next unit's queries are on their way while this one's parts are merged: 0.3 to 1.5 us of a launch, if there are
   // registers for them.
-  static constexpr bool kLoadsQueriesEarly = kWarps == 4 && NUM_N * HEAD_DIM <= 256;
+  static constexpr bool kLoadsQueriesEarly = NUM_N * HEAD_DIM <= 256;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kTotalBytes = kRingBytes + fixed_bytes(kWarps);
   static_assert(kStages >= 2 && kTotalBytes + kReservedBytes <= kSharedBytes / kCtas, "tile too large");
