@@ -36,7 +36,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 IN_CUDA = {
     "skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "skinny_gemm_w4a16", "mixed_gemm_w4a16",
     "stream_w4a16", "mixed_gemm_w4a8", "stream_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm",
-    "grouped_mxfp4_wide",
+    "grouped_mxfp4_wide", "grouped_stream",
 }  # fmt: skip
 Answer = str  # of a fake kernel: its name
 Kernels = dict[str, Kernel]
@@ -147,18 +147,26 @@ def test_other_types_keep_a_kernel_that_failed(monkeypatch: pytest.MonkeyPatch) 
         assert (device.refusal("skinny_gemm", wanted) is not None) == is_refused
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype", "first", "last"),
+    [
+        ("grouped_mxfp4", torch.int32, "grouped_mxfp4_gemm", "dequantise_grouped_mxfp4+grouped_mm"),
+        ("plain", BF16, "grouped_stream", "grouped_mm"),
+    ],
+)
 def test_products_of_experts_fall_back_by_name(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    form: str, dtype: torch.dtype, first: str, last: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     use(monkeypatch, moe, grouped_linear, fake_kernels(dict(moe.KERNELS), IN_CUDA))
-    kind = WeightKind("grouped_mxfp4", 64, 64, torch.int32, CPU, 32, num_experts=4)
+    kind = WeightKind(form, 64, 64, dtype, CPU, 32, num_experts=4)
     weight: Any = SimpleNamespace(kind=kind, order=None, quant=None)
-    routing: Any = SimpleNamespace(num_tokens=8, num_rows=8, num_experts=4, sizes=(8, 8, 4))
-    x = torch.zeros(8, 64, dtype=BF16)
+    routing: Any = SimpleNamespace(num_tokens=12, num_rows=12, num_experts=4, sizes=(12, 12, 4))
+    x = torch.zeros(12, 64, dtype=BF16)
     answers = [grouped_linear._multiply(x, weight, routing, False, True)[0] for _ in range(2)]
-    assert answers == ["dequantise_grouped_mxfp4+grouped_mm"] * 2
+    assert answers == [last] * 2
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "kernel grouped_mxfp4_gemm of grouped_mxfp4 weights" in warning and "out of memory" in warning
+    assert f"kernel {first} of {form} weights" in warning and "out of memory" in warning
 
 
 def canonical(out_features: int = 512, in_features: int = 512) -> Int4Weight:

@@ -31,7 +31,7 @@ from slipstream_kernels.gemm.cuda import (
     swap_ab_stream,
     w4a8_gemm,
 )
-from slipstream_kernels.moe.cuda import grouped_gemm
+from slipstream_kernels.moe.cuda import grouped_gemm, grouped_stream
 from slipstream_kernels.sample.cuda import sample
 
 MIRRORS = {
@@ -41,6 +41,7 @@ MIRRORS = {
     "swap_ab_stream_params.h": swap_ab_stream.SwapAbStreamParams,
     "decode_params.h": decode_attention.DecodeParams,
     "grouped_gemm_params.h": grouped_gemm.GroupedGemmParams,
+    "grouped_stream_params.h": grouped_stream.GroupedStreamParams,
     "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,
     "skinny_gemm_w4a16_params.h": skinny_gemm_w4a16.SkinnyGemmW4A16Params,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,

@@ -34,6 +34,7 @@ from slipstream_kernels.gemm.cuda import (
 from slipstream_kernels.moe.cuda import (
     grouped_mxfp4_gemm,
     grouped_mxfp4_wide,
+    grouped_stream,
     grouped_w4a8_gemm,
     grouped_w4a16_gemm,
     grouped_w4a16_wide,
@@ -68,6 +69,7 @@ def variants() -> list[Variant]:
         grouped_w4a8_gemm,
         grouped_mxfp4_gemm,
         grouped_mxfp4_wide,
+        grouped_stream,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     return [*found, (int4_mm.DEQUANTISE, ()), (grouped_mxfp4_gemm.DEQUANTISE, ())]

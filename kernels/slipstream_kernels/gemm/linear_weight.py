@@ -20,6 +20,7 @@ from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Pro
 from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
 from slipstream_kernels.integer import Int4Weight
 
+EXPERT_COUNTERS = 2  # of experts' weights, which the products of moe/cuda/grouped_stream.py share
 FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.int32: "w8a16"}
 
 
@@ -28,7 +29,7 @@ class LinearWeight:
     """operand: the values, [out, in], of experts [num_experts, out, in], or 4-bit ones.
 
     scales, bias: as the products of the format take them.  counters: zeros, of ops.scaled_mm_counters; of repacked
-    4-bit weights of stream_w4a16 and stream_w4a8.
+    4-bit weights of stream_w4a16 and stream_w4a8; of experts of grouped_stream.
     quant: how the input is quantised.  order: int64 [1, in], the input features in the order in which they are stored;
     of experts a row each.  Then rows are put in that order first, and are quantised afterwards.
     """
@@ -67,7 +68,8 @@ def plain_weight(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
     num_experts = weight.shape[0] if weight.dim() == 3 else 0
     out_features, in_features = weight.shape[-2:]
     kind = WeightKind("plain", out_features, in_features, weight.dtype, weight.device, num_experts=num_experts)
-    return LinearWeight(kind, weight, bias=bias)
+    counters = torch.zeros(EXPERT_COUNTERS, dtype=torch.int32, device=weight.device) if num_experts else None
+    return LinearWeight(kind, weight, bias=bias, counters=counters)
 
 
 def onednn_weight(packed: Tensor, out_features: int, in_features: int, bias: Tensor | None = None) -> LinearWeight:

@@ -198,9 +198,26 @@ def _grouped_gemm(name: str, refusal: Callable[[Product], str | None] = no_refus
     return Kernel(run, refusal, configure, always)
 
 
+def _stream_refusal(product: Product) -> str | None:
+    reason: str | None = _module("cuda", "grouped_stream").product_refusal(product)
+    return reason
+
+
+def _stream_config(product: Product, device: Device[Product]) -> Config:
+    chosen: Config = _module("cuda", "grouped_stream").choose(product, tuning_of(device.name))
+    return chosen
+
+
+def _stream(call: Call, config: Config) -> Tensor:
+    kernel = _module("cuda", "grouped_stream")
+    y: Tensor = kernel.grouped_mm(call.x, call.weight, call.routing, call.by_token, call.gated, kernel.Variant(*config))
+    return y
+
+
 KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "library": Kernel(_grouped_by("library"), _library_refusal),
     "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu, gates=always),
+    "grouped_stream": Kernel(_stream, _stream_refusal, _stream_config, gates=always),
     "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal, gates=always),
     "reference": Kernel(_grouped_by("reference"), gates=always),
     "invariant_grouped_mm": Kernel(_invariant),

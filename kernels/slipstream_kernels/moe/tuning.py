@@ -37,6 +37,8 @@ class Tuning:
     capacity_factor: a tile of tokens holds this many times the rows of the average expert.
     wide_capacity_factor: the same of kernels on warpgroups.  An expert with 25 rows on average has more than 32 in one
     case of twelve.
+    stream_capacity_factor: the same of grouped_stream; stream_block_factor: where scales are of blocks.
+    least_guessed_rows: of the average expert, from which on it copies weights before it is known which have rows.
     narrow_tiles, many_tiles: tiles of output features of a CTA of grouped_w4a8_gemm.  Up to narrow_tiles one warpgroup
     along M is the fastest, up to twice as many two; above many_tiles, tiles of 32 tokens are 5 % faster than of 16.
     """
@@ -44,6 +46,9 @@ class Tuning:
     uses: Table
     capacity_factor: float
     wide_capacity_factor: float
+    stream_capacity_factor: float
+    stream_block_factor: float
+    least_guessed_rows: float
     narrow_tiles: int
     many_tiles: int
 
@@ -54,13 +59,26 @@ _GROUPED_INT4 = (Use("grouped_int4_mm"), Use("reference"))
 _GROUPED_INT4_FP8 = (Use("grouped_int4_mm", quantises=True), Use("reference", quantises=True))
 H200 = Tuning(
     uses={
-        ("plain", PLAIN_ROWS): (Use("library", least_rows=256), *_GROUPED),
+        ("plain", PLAIN_ROWS): (
+            Use("library", least_rows=256),
+            Use("grouped_mm", least_rows=49),
+            # gate_up and down of V2-Lite: 148 us and 146 of grouped_stream with 0.75 rows, 250 and 244 with 3
+            Use("grouped_stream", least_rows=1),
+            *_GROUPED,
+        ),
         # 512 rows an expert: 1536 x 2048 gated 573 us and 1509 of the library, 2048 x 768 553 and 852
         ("fp8", FP8_ROWS): (
             Use("library", least_rows=256, least_in_features=4096, quantises=True),
+            # Qwen3-30B-A3B, both products, 32 rows: 187 us and 161 of grouped_stream; Mixtral, 64: 419 and 458
+            Use("grouped_mm", least_rows=49, quantises=True),
+            Use("grouped_stream", quantises=True),
             *_GROUPED_FP8,
         ),
-        ("fp8_block", FP8_ROWS): _GROUPED_FP8,
+        ("fp8_block", FP8_ROWS): (
+            Use("grouped_mm", least_rows=49, quantises=True),
+            Use("grouped_stream", quantises=True),
+            *_GROUPED_FP8,
+        ),
         ("int8", PLAIN_ROWS): _GROUPED,
         ("int8", INT8_ROWS): _GROUPED_FP8,
         # 8 of 28672 x 4096 on an H100: 1533 us and 1101 of the kernel at 64 rows an expert, 1731 and 3034 at 160
@@ -101,6 +119,9 @@ H200 = Tuning(
     },
     capacity_factor=1.5,
     wide_capacity_factor=1.25,
+    stream_capacity_factor=1.75,
+    stream_block_factor=4,  # Qwen3-30B-A3B: tiles of 32 rows 145 us and of 64 148 with 4 rows, 164 and 152 with 16
+    least_guessed_rows=1,
     narrow_tiles=4,
     many_tiles=90,
 )
