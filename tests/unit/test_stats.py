@@ -10,6 +10,7 @@ from fake_llm import make_llm, make_request
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.gauges import record_gauges
+from slipstream.core.metric_aliases import MetricAliases
 from slipstream.core.request import FinishReason
 from slipstream.core.request_memory import RequestMemory
 from slipstream.core.stats import (
@@ -17,8 +18,10 @@ from slipstream.core.stats import (
     METRICS,
     Metric,
     MetricKind,
+    MetricSpec,
     Stats,
     accepted_metric,
+    drafted_metric,
 )
 
 
@@ -70,6 +73,34 @@ def test_values_wait_until_the_last_ones_are_fetched() -> None:
         stats.publish()
     assert dict(stats.drain())[Metric.CANCELLATIONS] == [1.0]
     assert drained(stats)[Metric.CANCELLATIONS] == [2.0]
+
+
+def test_drafts_by_position_are_told_of_loaded_methods_alone() -> None:
+    stats = Stats(methods=("medusa",))
+    told = {(spec.labels["method"], spec.labels["position"]) for spec in stats.specs if "method" in spec.labels}
+    assert told == {("medusa", position) for position in ("1", "2", "3", "4", "5", "6", "7", "8+")}
+    stats.add(drafted_metric("medusa", 3), 2)
+    stats.add(accepted_metric("medusa", 9), 5)
+    stats.add(Metric.PREEMPTIONS)
+    stats.publish()
+    news = {(spec.family, spec.labels.get("position")): values for spec, values in told_of(stats)}
+    assert news["slipstream_spec_position_drafted_total", "3"] == [2.0]
+    assert news["slipstream_spec_position_accepted_total", "8+"] == [5.0]
+    assert news["slipstream_preemptions_total", None] == [1.0]
+    assert len(Stats(methods=()).specs) == len(Metric)
+
+
+def test_aliases_come_behind_the_drafts_of_loaded_methods() -> None:
+    stats = Stats(MetricAliases(("vllm",)), ("ngram",))
+    stats.add(Metric.GENERATION_TOKENS, 7)
+    stats.publish()
+    found = {spec.family: values for spec, values in told_of(stats)}
+    assert found["vllm:generation_tokens_total"] == found["slipstream_generation_tokens_total"] == [7.0]
+
+
+def told_of(stats: Stats) -> list[tuple[MetricSpec, list[float]]]:
+    """What is drained, beside the specs that READY names at these indices."""
+    return [(stats.specs[index], values) for index, values in stats.drain()]
 
 
 def test_last_step_age_grows_only_while_there_is_work() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from slipstream.core.config import ALIAS_SETS, NO_ALIASES
+from slipstream.core.config import ALIAS_SETS, NO_ALIASES, ServingConfig
 from slipstream.core.stats import METRICS, Metric, MetricKind, MetricSpec
 
 _Gauges = Mapping[int, float]
@@ -163,3 +163,7 @@ class MetricAliases:
             self._gauges.update(gauges)
             repeated += [(index, [value(self._gauges)]) for index, value in self._values]
         return repeated
+
+
+def chosen_aliases(serving: ServingConfig) -> MetricAliases:
+    return MetricAliases(chosen_names(serving.metrics_aliases), serving.model_name)

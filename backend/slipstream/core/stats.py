@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,8 @@ class MetricKind(enum.IntEnum):
 
 
 class Metric(enum.IntEnum):
-    """A metric's index in `METRICS`, in the READY frame and in METRICS frames; drafts by position follow them."""
+    """A metric's index in `METRICS`, in the READY frame and in METRICS frames; drafts by position, of the methods that
+    are loaded, follow them."""
 
     REQUESTS_RUNNING = 0
     REQUESTS_WAITING = 1
@@ -253,11 +254,15 @@ class Repeats(Protocol):
 class Stats:
     """Accumulates on the engine thread, drains on the output thread. `count` and `count_refusal` are for any thread.
 
-    aliases: further metrics that repeat these. specs: what `drain` reports, by index.
+    aliases: further metrics that repeat these. methods: those of speculation that are loaded; of others nothing is
+    said. specs: what `drain` reports, by index.
     """
 
-    def __init__(self, aliases: Repeats | None = None) -> None:
-        self.specs = (*METRICS, *(aliases.specs if aliases is not None else ()))
+    def __init__(self, aliases: Repeats | None = None, methods: Collection[str] = _METHODS) -> None:
+        specs = (*METRICS, *(aliases.specs if aliases is not None else ()))
+        told = [index for index, spec in enumerate(specs) if spec.labels.get("method", "") in ("", *methods)]
+        self.specs = tuple(specs[index] for index in told)
+        self._places = {index: place for place, index in enumerate(told)}
         self._aliases = aliases
         self.last_step_time = 0.0  # time.monotonic() of the last step's end or of the first arrival; 0.0 when idle
         self._values = _Values()
@@ -322,4 +327,6 @@ class Stats:
             for scalars in (values.counts, values.gauges):
                 news.extend((int(metric), [float(value)]) for metric, value in scalars.items())
             news.extend((int(metric), seen) for metric, seen in values.observations.items() if seen)
-        return news if self._aliases is None else news + self._aliases.repeat(news)
+        if self._aliases is not None:
+            news += self._aliases.repeat(news)
+        return [(self._places[metric], values) for metric, values in news]

@@ -20,7 +20,7 @@ from slipstream.core.errors import CapacityError, EngineError, RequestError, Sli
 from slipstream.core.gauges import record_gauges
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.logits_processors import ServedProcessors
-from slipstream.core.metric_aliases import MetricAliases, chosen_names
+from slipstream.core.metric_aliases import chosen_aliases
 from slipstream.core.outputs import StepOutputs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.request_memory import RequestMemory
@@ -102,7 +102,7 @@ class Engine:
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
         serving = config.serving
-        self.stats = Stats(MetricAliases(chosen_names(serving.metrics_aliases), serving.model_name))
+        self.stats = Stats(chosen_aliases(serving), config.speculation.loaded)
         self._events = open_kv_events(config.cache, config.parallel.replica.index)
         cache = make_kv_cache(config, self.memory_plan, self._events)
         budget = make_prefill_budget(config, self.spec, hardware, self.worker.info.drafters)
