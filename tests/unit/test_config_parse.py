@@ -66,6 +66,9 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
     }
     beside = {
         "num_nodes": {"tensor_parallel_size": "4", "rank_secret_file": "/secret"},
+        "max_loras": {"enable_lora": "true"},
+        "max_lora_rank": {"enable_lora": "true"},
+        "max_cpu_loras": {"enable_lora": "true"},
         "lora_modules": {"enable_lora": "true"},
         "lora_root": {"enable_lora": "true"},
         "lora_cache_host_memory_bytes": {"enable_lora": "true"},
@@ -152,6 +155,9 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"pipeline_layers": MANY_DIGITS}, "pipeline_layers='9+': accepted: numbers from 1 on"),
         ({"max_loras": "0"}, "max_loras='0': accepted: an integer from 1 to 256"),
         ({"lora_cache_host_memory_bytes": "1"}, "lora_cache_host_memory_bytes=1: accepted with enable_lora=true"),
+        ({"max_loras": "8"}, "max_loras=8: accepted with enable_lora=true"),
+        ({"max_lora_rank": "64", "enable_lora": "false"}, "max_lora_rank=64: accepted with enable_lora=true"),
+        ({"max_cpu_loras": "8"}, "max_cpu_loras=8: accepted with enable_lora=true"),
         ({"lora_cache_gpu_memory_fraction": "1"}, "lora_cache_gpu_memory_fraction='1': .*max_loras"),
         ({"num_nodes": "2"}, "num_nodes=2: accepted: 1, or what divides the 1 ranks of the model"),
         ({"num_nodes": "2", "tensor_parallel_size": "2"}, "rank_secret_file='': missing; accepted with several nodes"),

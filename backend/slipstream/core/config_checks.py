@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slipstream.core.config import CacheConfig, EngineConfig, ParallelConfig, ServingConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ServingConfig
 from slipstream.core.config_table import MOST_PORT
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod, NgramOptions
 from slipstream.core.errors import ConfigError
@@ -39,6 +39,19 @@ def check_combinations(config: EngineConfig) -> None:
     if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
         limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
         raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
+
+
+def unused_options(config: EngineConfig) -> list[str]:
+    """What to tell of options whose method is not loaded. No errors: methods are switched off by speculative_method
+    alone. A model of the repository may be named as a draft until it is wanted."""
+    speculation, told = config.speculation, []
+    for method in DRAFT_METHODS.values() if config.task == "generate" else ():
+        named = method.checkpoint if method.is_model else ""
+        for parameter in method.parameters if method.name not in speculation.loaded else ():
+            value = getattr(speculation.options[method.name], parameter.name)
+            if parameter.name != named and value != getattr(method.options(), parameter.name):
+                told.append(f"{parameter.name}={value!r} has no effect: speculative_method does not name {method.name}")
+    return told
 
 
 def _check_nodes(parallel: ParallelConfig) -> None:
@@ -77,9 +90,8 @@ def check_events(cache: CacheConfig, num_engines: int) -> None:
 def _check_lora(config: EngineConfig) -> None:
     model, parallel = config.model, config.parallel
     if not model.enable_lora:
-        values = model.lora_modules, model.lora_root, model.lora_cache_bytes
-        for name, value in zip(("lora_modules", "lora_root", "lora_cache_host_memory_bytes"), values):
-            if value:
+        for name, (value, default) in _lora_values(model).items():
+            if value != default:
                 raise ConfigError(name, value, "accepted with enable_lora=true")
     elif parallel.num_nodes > 1:
         raise ConfigError("enable_lora", True, f"accepted with num_nodes=1, not {parallel.num_nodes}")
@@ -87,6 +99,13 @@ def _check_lora(config: EngineConfig) -> None:
         raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
     elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:
         raise ConfigError("lora_modules", model.lora_modules, f"accepted: at most max_cpu_loras={model.max_cpu_loras}")
+
+
+def _lora_values(model: ModelConfig) -> dict[str, tuple[object, object]]:
+    """Value and default of each parameter that means something with enable_lora alone."""
+    default, others = ModelConfig(), ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules", "lora_root")
+    values: dict[str, tuple[object, object]] = {name: (getattr(model, name), getattr(default, name)) for name in others}
+    return {**values, "lora_cache_host_memory_bytes": (model.lora_cache_bytes, default.lora_cache_bytes)}
 
 
 def _check_ngram(config: EngineConfig) -> None:

@@ -21,6 +21,7 @@ from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError
 from slipstream.core.numerals import read_decimal, read_whole
 from slipstream.core.parameter import Parameter
+from slipstream.core.pbtxt_parameters import check_given_once
 from slipstream.core.replicas import read_replica
 from slipstream.core.wire_messages import Config as WireConfig
 
@@ -39,6 +40,7 @@ def parse_config(received: WireConfig) -> EngineConfig:
     if "sequence_batching" in triton:
         refuse_sequences()
     parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
+    check_given_once(Path(received.model_dir), parameters)
     max_batch_size = int(triton.get("max_batch_size", 0))
     config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
     # The backend fills in a missing policy. Without auto-complete it stays missing, which Triton takes as false.

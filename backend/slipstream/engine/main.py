@@ -12,6 +12,7 @@ import signal
 from typing import Protocol
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.config_checks import unused_options
 from slipstream.core.config_parse import parse_config
 from slipstream.core.start_up import uncollected_imports
 from slipstream.engine.load_end import end_process, tell_load_failure
@@ -54,7 +55,10 @@ def _load_generating(link: EngineLink, config: EngineConfig) -> Server:
 def run(link: EngineLink) -> int:
     received = link.receive_config()
     try:
-        server = load(link, parse_config(received))
+        config = parse_config(received)
+        for told in unused_options(config):
+            logger.warning("%s", told)
+        server = load(link, config)
     except Exception as error:
         tell_load_failure(link, received.model_name, error)
         return 1

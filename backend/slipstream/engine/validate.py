@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
+from slipstream.core.config_checks import unused_options
 from slipstream.core.config_parse import parse_parameters, with_replica
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.logits_processors import ServedProcessors
+from slipstream.core.pbtxt_parameters import check_given_once
 from slipstream.engine.declared_model import check_dims, check_placement, check_scheduling, served_version
 from slipstream.protocol.contract import TASKS
 from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
@@ -32,8 +34,10 @@ def validate(model_dir: str | Path) -> str:
     folder = Path(model_dir).resolve()
     declared = read_config(folder)
     check_declaration(declared, folder)
+    parameters = {name: entry.string_value for name, entry in declared.parameters.items()}
+    check_given_once(folder, parameters)
     config = parse_parameters(
-        {name: entry.string_value for name, entry in declared.parameters.items()},
+        parameters,
         folder,
         served_version(declared, folder),
         declared.max_batch_size,
@@ -45,6 +49,7 @@ def validate(model_dir: str | Path) -> str:
     check_tensors(declared, TASKS[config.task])
     check_dims(declared)
     parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
+    parts += [f"warning: {told}" for told in unused_options(config)]
     parts.append(_plan(config, others) if config.task == "generate" else _tokenizer(config))
     if others:
         parts.append(f"instance_group: {1 + len(others)} engines, each of which has this")
