@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream import LLM, SamplingParams
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import Guide
 
@@ -22,7 +22,8 @@ TEXTS = ["The quick brown fox", "def add(a, b):", "ça va très bien", "你好"]
 
 def _config(checkpoint: Path, load_format: str = "auto") -> EngineConfig:
     model = ModelConfig(model=str(checkpoint), device="cpu", load_format=load_format)
-    return EngineConfig(model=model, cache=CacheConfig(block_size=8, num_blocks=512))
+    serving = ServingConfig(max_logprobs=-1)
+    return EngineConfig(model=model, cache=CacheConfig(block_size=8, num_blocks=512), serving=serving)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,17 @@ def llm(tiny_llama: Path) -> Iterator[LLM]:
 def test_import_is_light() -> None:
     code = "import sys, slipstream; assert slipstream.__version__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_max_logprobs_holds_without_a_server(tiny_llama: Path) -> None:
+    with LLM(str(tiny_llama), device="cpu", num_blocks=64, max_logprobs=3) as llm:
+        assert len(llm.generate("a", replace(PARAMS, logprobs=3))[0].logprobs[0].top) == 3
+        for name, asked in (("logprobs", 4), ("prompt_logprobs", 4), ("logprobs", -1)):
+            with pytest.raises(RequestError, match=f"^{name}: got {asked}, accepted: 0 to max_logprobs=3, a parameter"):
+                llm.generate(["a", "b"], [PARAMS, replace(PARAMS, **{name: asked})])
+        with pytest.raises(RequestError, match=r"^logprobs: got 4"):
+            next(llm.stream("a", replace(PARAMS, logprobs=4)))
+        assert llm.generate("a", PARAMS)[0].finish_reason == "length"
 
 
 def test_keyword_arguments_are_the_config_parameters(tiny_llama: Path) -> None:

@@ -6,7 +6,7 @@ which maps the TensorRT-LLM tensors on the same names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
 from functools import cached_property
 
@@ -158,6 +158,14 @@ class SamplingParams:
     @cached_property
     def bad_words_automaton(self) -> BadWords:
         return BadWords(self.bad_words_ids)
+
+    def check_max_logprobs(self, limit: int, spelled: Callable[[str], str] = str) -> None:
+        """Raises RequestError for more alternatives than the model's max_logprobs. spelled: the client's own names."""
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            if limit != -1 and asked is not None and not 0 <= asked <= limit:
+                accepted = f"0 to max_logprobs={limit}, a parameter of the model"
+                raise RequestError(spelled(name), f"got {asked}, accepted: {accepted}")
 
     def token_ids(self) -> Iterator[tuple[str, Collection[int]]]:
         """Token ids by setting, for the check against the vocabulary."""

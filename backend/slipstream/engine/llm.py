@@ -8,6 +8,7 @@ ranks there is one that loads and steps (own_thread.py), so that who waits for i
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.config_checks import unused_options
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.control import RELOAD, SLEEP, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
@@ -35,6 +37,8 @@ from slipstream.protocol.request_parser import ClientRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams]
 _CLOSE_S = 5.0  # for a call that was given up to end after all
@@ -92,6 +96,8 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
+        for told in unused_options(config):
+            logger.warning("%s", told)
         self._thread = OwnThread() if config.parallel.num_ranks > 1 else None
         self.engine = Engine(config) if self._thread is None else _load(config, self._thread)
         self.config = self.engine.config
@@ -209,6 +215,7 @@ class LLM:
         return each
 
     def _request(self, prompt: ReadPrompt, params: SamplingParams) -> Request:
+        params.check_max_logprobs(self.config.serving.max_logprobs)
         token_ids = prompt.value if not isinstance(prompt.value, str) else self._encode(prompt.value)
         return Request(token_ids, params, prefix_key=salted_key(prompt.cache_salt))
 

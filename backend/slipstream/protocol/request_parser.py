@@ -98,7 +98,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     if _is_echoed(settings, stream, config):
         echo_text = text if text is not None else tokenizer.decode(token_ids, params.skip_special_tokens)
     stream_interval: int = settings.get("stream_interval", config.serving.stream_interval)
-    _check_logprobs(settings, params, config)
+    params.check_max_logprobs(config.serving.max_logprobs, settings.spelled)
     num_together = stream_interval if stream and params.beam_width <= 1 else 0  # a beam search has its text at the end
     entries = _response_entries(params, len(token_ids), bool(echo_text), num_together, config, tokenizer)
     entries.check(config.serving.max_response_entries)
@@ -199,16 +199,6 @@ def _response_entries(
     if logprobs is not None:
         logprobs += len(params.logprob_token_ids)
     return _ResponseEntries(params, num_prompt, num_new, logprobs, prompt_logprobs, is_echoed)
-
-
-def _check_logprobs(settings: Settings, params: SamplingParams, config: EngineConfig) -> None:
-    """Raises RequestError for more alternatives than the model's max_logprobs."""
-    limit = config.serving.max_logprobs
-    for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(params, name)
-        if limit != -1 and asked is not None and not 0 <= asked <= limit:
-            accepted = f"0 to max_logprobs={limit}, a parameter of the model"
-            raise refuse(settings.spelled(name), asked, accepted)
 
 
 def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_batch_dim: bool) -> ClientRequest:
