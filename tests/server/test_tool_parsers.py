@@ -289,3 +289,45 @@ def test_white_space_without_end_costs_time_by_its_length_alone(name: str) -> No
         assert time.process_time() - start < 1.5, "3 to 50 s, where all of it is looked at again"
         events += [*parser.feed("x"), *parser.finish()]
         assert all(isinstance(event, (Content, CallStart, CallArguments)) for event in events)
+
+
+_LONG_TEXT = {
+    **{name: before for name, before in _BEFORE.items() if name in ("qwen3_coder", "glm45", "minimax_m2")},
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": "',
+    "hermes, as a string": '<tool_call>{"name": "f", "arguments": "',
+    "hermes, the name behind": '<tool_call>{"arguments": {"a": "',
+    "hermes, another key": '<tool_call>{"a": "',
+    "llama3": '{"name": "f"',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": "',
+    "kimi_k2": KS + "functions.f:0" + KA + '{"a": "',
+    "granite": "<|tool_call|>[",
+}
+_VALUES_OF = {"qwen3_coder": "<parameter=y>", "glm45": "<arg_key>y</arg_key><arg_value>"}
+_VALUES_OF["minimax_m2"] = '<parameter name="y">'
+
+
+@pytest.mark.parametrize("case", _LONG_TEXT)
+def test_a_long_text_costs_time_by_its_length_alone(case: str) -> None:
+    """Adding each of its tokens to a text copies the text: 131,072 tokens of 80 characters took minutes."""
+    parser, text = of(case.partition(",")[0])(), {"granite": "," * 80, "llama3": " " * 20}.get(case, "x" * 80)
+    events, start = parser.feed(_LONG_TEXT[case] + _VALUES_OF.get(case, "")), time.process_time()
+    for _ in range(100_000):
+        events += parser.feed(text)
+    assert time.process_time() - start < 3.0, "10 to 150 s, where all of it is copied with each"
+    parser.finish()
+
+
+@pytest.mark.parametrize("name", _VALUES_OF)
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_a_long_parameter_ends_where_it_ends(name: str, size: int) -> None:
+    """Its end may come in pieces, and be followed by another parameter."""
+    value, form = "y<y>\n" * 30_000 + "y", {"qwen3_coder": QWEN, "glm45": GLM, "minimax_m2": MINIMAX}[name]
+    text = form.replace("two\nlines < & >", value)
+    parser, events = of(name)(), []
+    for start in range(0, len(text), size):
+        events += parser.feed(text[start : start + size])
+    events += parser.finish()
+    begun = [place for place, event in enumerate(events) if isinstance(event, CallStart)]
+    ends = [*begun[1:], len(events)]
+    written = "".join(event.text for event in events[begun[0] : ends[0]] if isinstance(event, CallArguments))
+    assert json.loads(written) == TYPED | {"y": value}

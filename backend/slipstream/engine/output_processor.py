@@ -147,7 +147,7 @@ class _Sequence:
         self._num_tokens = 0  # looked through for stop strings, also those not sent
         self._has_sent = False
         self._interval = client.stream_interval if client.stream else 0  # 0: everything at the end
-        self._text = ""  # decided, not sent, of these tokens:
+        self._texts: list[str] = []  # decided, not sent, of these tokens; `text +=` would copy all of it for each token
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative_logprob = 0.0
@@ -167,7 +167,7 @@ class _Sequence:
         if self._matcher is not None:
             self._take_matching(step, self._matcher)
         elif step.new_token_ids:
-            self._text += self._detokenizer.push(self._shown(step))
+            self._add(self._detokenizer.push(self._shown(step)))
             self._token_ids += step.new_token_ids
             if step.logprobs:
                 self._logprobs += step.logprobs
@@ -177,10 +177,14 @@ class _Sequence:
             return self._emit()
         return None
 
+    def _add(self, text: str) -> None:
+        if text:
+            self._texts.append(text)
+
     def _is_due(self) -> bool:
         if not self._interval or not self._token_ids:
             return False
-        if not self._text and (self._detokenizer.is_pending or self._held):
+        if not self._texts and (self._detokenizer.is_pending or self._held):
             return False
         return not self._has_sent or len(self._token_ids) >= self._interval
 
@@ -214,12 +218,12 @@ class _Sequence:
                 break
             at += length
             num_released += 1
-        self._text += self._decided[:at]
+        self._add(self._decided[:at])
         self._decided = self._decided[at:]
         self._let_go(num_released)
 
     def _release_all(self) -> None:
-        self._text += self._decided
+        self._add(self._decided)
         self._decided = ""
         self._let_go(len(self._held))
 
@@ -234,7 +238,7 @@ class _Sequence:
         self.is_done = True
         matcher = self._matcher
         if matcher is None:
-            self._text += self._detokenizer.flush()
+            self._add(self._detokenizer.flush())
         elif self.stopped_by is None:
             may_match = self._num_tokens > step.request.params.min_tokens
             self._decided += matcher.push(self._detokenizer.flush(), may_match) + matcher.flush()
@@ -249,7 +253,7 @@ class _Sequence:
         return output
 
     def _emit(self) -> RequestOutput:
-        text, client = self._text, self._client
+        text, client = "".join(self._texts), self._client
         if client.echo_text and not self._has_sent:
             text = client.echo_text + text
         output = RequestOutput(self._request, text, self._token_ids, is_first=not self._has_sent)
@@ -268,5 +272,5 @@ class _Sequence:
                 self._tokenizer, self._context + self._token_ids, params.skip_special_tokens
             )
         self._has_sent = True
-        self._text, self._token_ids = "", []
+        self._texts, self._token_ids = [], []
         return output

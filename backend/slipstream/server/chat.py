@@ -213,7 +213,7 @@ def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
     if tools.make_parser is None:
         return {"role": "assistant", "content": text, "refusal": None}, False
     parser = tools.make_parser()
-    content, thoughts, calls = "", "", list[dict[str, Any]]()
+    content, thoughts, calls, arguments = "", "", list[dict[str, Any]](), list[list[str]]()
     for found in [*parser.feed(text), *parser.finish()]:
         if isinstance(found, Content):
             content += found.text
@@ -222,8 +222,11 @@ def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
         elif isinstance(found, CallStart):
             function = {"name": found.name, "arguments": ""}
             calls.append({"id": found.call_id or tools.make_id(), "type": "function", "function": function})
+            arguments.append([])
         else:
-            calls[-1]["function"]["arguments"] += found.text
+            arguments[-1].append(found.text)
+    for call, texts in zip(calls, arguments):
+        call["function"]["arguments"] = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not (calls or thoughts) else None}
     if thoughts:
         message.update(_reasoning(thoughts))

@@ -24,7 +24,7 @@ class MessageWriter:
     def __init__(self, request: MessagesRequest, reader: ChatReader, tools: ToolUse) -> None:
         self._reader, self._tools, self._stops = reader, tools, request.stop_sequences or []
         self._blocks: list[dict[str, Any]] = []
-        self._arguments = ""  # of the open call
+        self._texts: list[str] = []  # of the open block; added one by one each would copy all before it
         self._is_open = False
         self.body: dict[str, Any] = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant"}
         self.body |= {"model": request.model, "content": [], "stop_reason": None, "stop_sequence": None}
@@ -53,25 +53,25 @@ class MessageWriter:
 
     def _take(self, found: Event) -> bytes:
         if isinstance(found, CallArguments):
-            self._arguments += found.text
+            self._texts.append(found.text)
             return self._delta({"type": "input_json_delta", "partial_json": found.text})
         if isinstance(found, CallStart):
             block = {"type": "tool_use", "id": found.call_id or self._tools.make_id(), "name": found.name, "input": {}}
             return self._close() + self._open(block)
         if isinstance(found, Reasoning):
             begun = b"" if self._has_open("thinking") else self._close() + self._open(dict(_THINKING))
-            self._blocks[-1]["thinking"] += found.text
+            self._texts.append(found.text)
             return begun + self._delta({"type": "thinking_delta", "thinking": found.text})
         is_text = self._has_open("text")
         data = b"" if is_text else self._close() + self._open({"type": "text", "text": ""})
-        self._blocks[-1]["text"] += found.text
+        self._texts.append(found.text)
         return data + self._delta({"type": "text_delta", "text": found.text})
 
     def _has_open(self, kind: str) -> bool:
         return self._is_open and self._blocks[-1]["type"] == kind
 
     def _open(self, block: dict[str, Any]) -> bytes:
-        self._is_open, self._arguments = True, ""
+        self._is_open, self._texts = True, []
         self._blocks.append(block)
         return self._event("content_block_start", content_block=block)
 
@@ -85,8 +85,11 @@ class MessageWriter:
         if not self._is_open:
             return b""
         self._is_open = False
-        if self._blocks[-1]["type"] == "tool_use":
-            self._blocks[-1]["input"] = _object(self._arguments)
+        block, text = self._blocks[-1], "".join(self._texts)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[block["type"]] = text
         return self._event("content_block_stop")
 
     def _finish(self) -> bytes:

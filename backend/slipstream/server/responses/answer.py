@@ -43,6 +43,7 @@ class ResponseWriter:
         self._number = 0
         self._id = request.request_id or ""
         self._items: list[dict[str, Any]] = []
+        self._texts: list[str] = []  # of the open item; added one by one each would copy all before it
         self.body = _head(request)
 
     def start(self) -> bytes:
@@ -73,7 +74,7 @@ class ResponseWriter:
     def _take(self, found: Event) -> bytes:
         if isinstance(found, CallArguments):
             item = self._items[-1]
-            item["arguments"] += found.text
+            self._texts.append(found.text)
             return self._event("response.function_call_arguments.delta", **self._place(item), delta=found.text)
         if isinstance(found, CallStart):
             return self._close() + self._open_call(found)
@@ -103,13 +104,13 @@ class ResponseWriter:
 
     def _think(self, found: Reasoning) -> bytes:
         item = self._items[-1]
-        item["content"][0]["text"] += found.text
+        self._texts.append(found.text)
         place = {**self._place(item), "content_index": 0}
         return self._event("response.reasoning_text.delta", **place, delta=found.text)
 
     def _add_text(self, found: Content) -> bytes:
         item = self._items[-1]
-        item["content"][0]["text"] += found.text
+        self._texts.append(found.text)
         place = {**self._place(item), "content_index": 0}
         return self._event("response.output_text.delta", **place, delta=found.text, logprobs=[])
 
@@ -123,18 +124,20 @@ class ResponseWriter:
         """End the open item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return b""
-        item = self._items[-1]
+        item, text, self._texts = self._items[-1], "".join(self._texts), []
         item["status"] = status
         place, data = self._place(item), b""
         if item["type"] == "message":
             part, place = item["content"][0], {**place, "content_index": 0}
-            data = self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
+            part["text"] = text
+            data = self._event("response.output_text.done", **place, text=text, logprobs=[])
             data += self._event("response.content_part.done", **place, part=part)
         elif item["type"] == "reasoning":
-            text = item["content"][0]["text"]
+            item["content"][0]["text"] = text
             data = self._event("response.reasoning_text.done", **place, content_index=0, text=text)
         else:
-            data = self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
+            item["arguments"] = text
+            data = self._event("response.function_call_arguments.done", **place, arguments=text)
         return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _finish(self) -> bytes:

@@ -49,14 +49,14 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 class JsonCall:
-    """feed() until is_done; `raw` is the text so far. name: if it is known beforehand (perhaps with an id), the text
-    contains the arguments only.
+    """feed() until is_done; `raw` is the text up to where the call has started. name: if it is known beforehand
+    (perhaps with an id), the text contains the arguments only.
 
     is_broken: the text is no JSON object or no call; nothing was emitted and `raw` is the text.
     """
 
     def __init__(self, name: str = "", call_id: str = "") -> None:
-        self.raw = ""
+        self._read: list[str] = []  # texts are kept in pieces: a call may have a megabyte, which `+=` copies each time
         self.is_done = False
         self.is_broken = False
         self.has_started = False
@@ -65,11 +65,15 @@ class JsonCall:
         self._is_bare = bool(name)
         self._key = ARGUMENT_KEYS[0] if name else ""
         self._depth = 1 if name else 0
-        self._string: str | None = None  # the string being read, with its escapes
+        self._string: list[str] | None = None  # the string being read, with its escapes
         self._is_escaped = False
         self._is_value = bool(name)
-        self._arguments = ""  # not emitted yet
+        self._arguments: list[str] = []  # not emitted yet
         self._has_arguments = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._read)
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """(events, text after the call)."""
@@ -82,7 +86,8 @@ class JsonCall:
                 end += 1
                 self._take(text[at])
             at = end
-        self.raw += text[:at]
+        if not self.has_started:
+            self._read.append(text[:at])
         return self._events(), text[at:]
 
     def _end_of_plain(self, text: str, at: int) -> int:
@@ -95,24 +100,25 @@ class JsonCall:
     def _take_plain(self, piece: str) -> None:
         self._argue(piece)
         if self._string is not None and self._depth == 1:
-            self._string += piece
+            self._string.append(piece)
 
     def _events(self) -> list[Event]:
         if self.is_broken or not self.name or not (self._has_arguments or self.is_done):
             return []
-        if not self.has_started and self._arguments.startswith('"'):  # some models write them as a string of JSON
+        # some models write them as a string of JSON
+        if not self.has_started and self._arguments and self._arguments[0].startswith('"'):
             if not self.is_done:
                 return []
-            self._arguments = _unquoted(self._arguments)
+            self._arguments = [_unquoted("".join(self._arguments))]
         events: list[Event] = []
         if not self.has_started:
             self.has_started = True
             events.append(CallStart(self.name, self._call_id))
         if self.is_done and not self._has_arguments:
-            self._arguments = "{}"
+            self._arguments = ["{}"]
         if self._arguments:
-            events.append(CallArguments(self._arguments))
-            self._arguments = ""
+            events.append(CallArguments("".join(self._arguments)))
+            self._arguments = []
         return events
 
     def _take(self, char: str) -> None:
@@ -125,7 +131,7 @@ class JsonCall:
         if self._string is not None:
             return self._in_string(char)
         if char == '"':
-            self._string = '"'
+            self._string = [char]
             self._argue(char)
         elif char in "{[":
             self._depth += 1
@@ -142,7 +148,8 @@ class JsonCall:
     def _in_string(self, char: str) -> None:
         assert self._string is not None
         self._argue(char)
-        self._string += char if self._depth == 1 else ""
+        if self._depth == 1:
+            self._string.append(char)
         if self._is_escaped:
             self._is_escaped = False
         elif char == "\\":
@@ -150,7 +157,7 @@ class JsonCall:
         elif char == '"':
             whole, self._string = self._string, None
             if self._depth == 1:
-                self._end_string(whole)
+                self._end_string("".join(whole))
 
     def _end_string(self, whole: str) -> None:
         """End a string at the top level of the call: a key, or the name."""
@@ -178,7 +185,7 @@ class JsonCall:
         """Append text of the arguments' value."""
         if self._is_value and self._key in ARGUMENT_KEYS and (self._depth > 1 or text not in _SPACE or self._string):
             self._has_arguments = True
-            self._arguments += text
+            self._arguments.append(text)
 
 
 def _unquoted(text: str) -> str:

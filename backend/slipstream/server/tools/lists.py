@@ -21,7 +21,7 @@ class CallList:
     def __init__(self, mark: str = "") -> None:
         self.is_done = self.is_broken = False
         self._call: JsonCall | None = None
-        self._before = mark  # read since the last call
+        self._before = [mark]  # read since the last call
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """(events, text after the list, or after the entry that broke it)."""
@@ -29,7 +29,7 @@ class CallList:
         while text and not self.is_done:
             if self._call is None:
                 rest = text.lstrip(" \t\r\n[,")
-                self._before += text[: len(text) - len(rest)]
+                self._before.append(text[: len(text) - len(rest)])
                 text = rest
                 if text.startswith("]"):
                     self.is_done, text = True, text[1:]
@@ -39,10 +39,10 @@ class CallList:
             found, text = self._call.feed(text)
             events += found
             if self._call.is_broken:
-                events.append(Content(self._before + self._call.raw))
+                events.append(Content("".join(self._before) + self._call.raw))
                 self.is_done = self.is_broken = True
             elif self._call.is_done:
-                self._call, self._before = None, ""
+                self._call, self._before = None, []
         return events, text
 
 

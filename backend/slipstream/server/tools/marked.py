@@ -12,6 +12,8 @@ from typing import Any
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, JsonCall
 from slipstream.server.tools.parsers import MAX_HEAD, SteppingParser, held_back, read_up_to_any
 
+_LONG_VALUE_CHARS = 1 << 16  # of a parameter
+
 Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
 
 
@@ -137,6 +139,27 @@ class XmlParser(SteppingParser):
         self._is_calling = False
         self._name = ""
         self._num_parameters = self._num_searched = 0
+        self._waiting: list[str] = []  # behind a long value
+        self._num_waiting = 0
+        self._border = ""  # what came last, which may begin the end of the value
+
+    def _collect(self, piece: str) -> bool:
+        """What follows in a long value waits for its end, or until there is an eighth as much: each time that text is
+        added all before it is copied."""
+        if self._num_searched <= _LONG_VALUE_CHARS:
+            return super()._collect(piece)
+        end = (self._border if self._waiting else self._text[-len(self._marks.close) :]) + piece
+        self._waiting.append(piece)
+        self._num_waiting += len(piece)
+        self._border = end[-len(self._marks.close) :]
+        if self._marks.close not in end and self._num_waiting < self._num_searched // 8:
+            return False
+        self._take_waiting()
+        return True
+
+    def _take_waiting(self) -> None:
+        self._text += "".join(self._waiting)
+        self._waiting, self._num_waiting = [], 0
 
     def _step(self, events: list[Event]) -> bool:
         if not self._is_calling:
@@ -194,9 +217,14 @@ class XmlParser(SteppingParser):
         return json.dumps(value, ensure_ascii=False)
 
     def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._waiting:
+            self._take_waiting()
+            while self._step(events):
+                pass
         if not self._is_calling:
-            return [Content(self._text)] if self._text.strip() else []
-        return [] if self._name else [Content(self._marks.begin + self._text)]
+            return [*events, Content(self._text)] if self._text.strip() else events
+        return events if self._name else [*events, Content(self._marks.begin + self._text)]
 
 
 def may_be_text(schema: object) -> bool:

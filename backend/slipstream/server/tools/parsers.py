@@ -70,10 +70,15 @@ class SteppingParser(ABC):
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
         for piece in pieces(text):
-            self._text += piece
-            while self._step(events):
-                pass
+            if self._collect(piece):
+                while self._step(events):
+                    pass
         return events
+
+    def _collect(self, piece: str) -> bool:
+        """Add to the text. Returns whether it is to be looked at."""
+        self._text += piece
+        return True
 
     @abstractmethod
     def _step(self, events: list[Event]) -> bool:
