@@ -13,7 +13,7 @@ from patience import wait_until
 from slipstream.core.config import EngineConfig, ServingConfig
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason
-from slipstream.engine.request_pool import RequestPool, num_bytes
+from slipstream.engine.request_pool import MAX_BESIDE_BYTES, RequestPool, num_bytes
 from slipstream.protocol import wire
 from slipstream.protocol.unread_request import encode_unread, peek
 from slipstream.tokenizer.tokenizer import TextTokenizer
@@ -86,6 +86,46 @@ def test_short_ones_are_read_before_long_ones_that_came_a_little_earlier(
     steps.go.set()
     assert pool.wait_empty(30)
     assert steps.delivered == [1, 4, 2, 5, 6, 3, 7]
+
+
+def test_short_ones_are_read_beside_one_that_takes_long(steps: Steps) -> None:
+    """10 MB of the longest tokens are a valid prompt, which takes seconds; a second long one waits for it."""
+    pool = RequestPool(steps, 10, 1 << 30)
+    gates = {handle: threading.Event() for handle in (1, 2, 3, 4)}
+
+    def parse(raw: wire.Request) -> Any:
+        steps.read.append(raw.handle)
+        assert gates[raw.handle].wait(30)
+        return raw.handle
+
+    steps.parse = parse  # type: ignore[method-assign]
+    pool.put(large(1, MAX_BESIDE_BYTES + 1), None, "known of 1")
+    wait_until(lambda: steps.read == [1], "the long one to be read")
+    pool.put(large(2, MAX_BESIDE_BYTES + 1), None, "known of 2")
+    pool.put(large(3, MAX_BESIDE_BYTES), None, "known of 3")
+    wait_until(lambda: steps.read == [1, 3], "the short one to be read beside it")
+    pool.put(large(4), None, "known of 4")
+    assert pool.cancel(3) and pool.cancel(1), "each of the two that are being read hears of it"
+    gates[3].set()
+    wait_until(lambda: steps.ended == [(3, FinishReason.CANCELLED)], "the one that was cancelled to be ended")
+    wait_until(lambda: steps.read == [1, 3, 4], "the next short one to be read beside it, too")
+    gates[4].set()
+    wait_until(lambda: steps.delivered == [4], "it to be delivered")
+    assert steps.read == [1, 3, 4], "one long one at a time"
+    gates[1].set()
+    gates[2].set()
+    assert pool.wait_empty(30)
+    assert steps.read == [1, 3, 4, 2] and steps.delivered == [4, 2]
+    assert steps.ended[1:] == [(1, FinishReason.CANCELLED)]
+
+
+def test_short_ones_wait_for_each_other_while_nothing_takes_long(steps: Steps) -> None:
+    pool = start(steps)
+    pool.put(large(2), None, "known of 2")
+    time.sleep(0.05)
+    assert steps.read == [1]
+    steps.go.set()
+    assert pool.wait_empty(30) and steps.delivered == [1, 2]
 
 
 def test_a_cancel_is_heard_at_once_while_a_request_waits_and_after_it_was_read(steps: Steps) -> None:

@@ -2,8 +2,9 @@
 
 The input thread queues large requests here and continues; small requests it reads itself. One worker thread reads them
 in order of arrival, but shorter ones before longer ones that came a little earlier: READING_BYTES_PER_S bytes count as
-one second of later arrival. Encoding releases the GIL, so that engine and output threads run meanwhile. A waiting
-request can be cancelled or expire; one that is being read can be cancelled.
+one second of later arrival. While it reads one above MAX_BESIDE_BYTES, which may take seconds, a second one reads the
+others. Encoding releases the GIL, so that engine and output threads run meanwhile. A waiting request can be cancelled
+or expire; one that is being read can be cancelled.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from slipstream.protocol import wire
 
 MAX_INLINE_BYTES = 8192  # of a request that the socket's own thread reads: at most some 8 ms
 READING_BYTES_PER_S = 1 << 20  # about as many are read
+MAX_BESIDE_BYTES = 1 << 18  # of a request that is read beside a longer one: a quarter of a second, 0.1 GB
 
 
 def num_bytes(raw: wire.Request) -> int:
@@ -57,9 +59,10 @@ class _Entry:
 
 
 class RequestPool:
-    """parse(request) and deliver(handle, parsed) run on the worker thread. end(handle, known, reason) answers a request
-    that is not delivered, on the thread that cancels or expires it; known is the argument of `put`. cancelled(handle):
-    a cancel came while the request was being read or delivered. They raise only OSError, when the backend is gone.
+    """parse(request) and deliver(handle, parsed) run on the worker threads. end(handle, known, reason) answers a
+    request that is not delivered, on the thread that cancels or expires it; known is the argument of `put`.
+    cancelled(handle): a cancel came while the request was being read or delivered. They raise only OSError, when the
+    backend is gone.
     """
 
     def __init__(self, handler: RequestHandler, max_requests: int, max_bytes: int) -> None:
@@ -68,11 +71,12 @@ class RequestPool:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: dict[int, _Entry] = {}  # by handle, the one being read included
-        self._reading = -1
-        self._is_delivering = False  # the one being read
+        self._reading: set[int] = set()
+        self._delivering: set[int] = set()  # of those being read
+        self._is_reading_long = False
         self._changed = threading.Condition()
         self._is_closed = False
-        self._worker: threading.Thread | None = None
+        self._has_workers = False
 
     def put(self, raw: wire.Request, deadline: float | None, known: Any = None) -> None:
         """Queue a request. deadline: time.monotonic(). Raises CapacityError if too many requests or bytes wait,
@@ -91,9 +95,10 @@ class RequestPool:
             order = time.monotonic() + size / READING_BYTES_PER_S
             self._entries[raw.handle] = _Entry(raw, known, math.inf if deadline is None else deadline, size, order)
             self._num_bytes += size
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="tokenize", daemon=True)
-                self._worker.start()
+            if not self._has_workers:
+                self._has_workers = True
+                for name, is_beside in (("tokenize", False), ("tokenize-beside", True)):
+                    threading.Thread(target=self._work, args=(is_beside,), name=name, daemon=True).start()
             self._changed.notify_all()
 
     def cancel(self, handle: int) -> bool:
@@ -103,7 +108,7 @@ class RequestPool:
             if entry is None:
                 return False
             entry.is_cancelled = True
-            if handle == self._reading:
+            if handle in self._reading:
                 return True
             self._remove(handle)
         self._handler.end(handle, entry.known, FinishReason.CANCELLED)
@@ -116,7 +121,7 @@ class RequestPool:
         now = time.monotonic()
         with self._changed:
             late = [entry for entry in self._entries.values() if entry.deadline <= now]
-            late = [entry for entry in late if entry.raw.handle != self._reading]
+            late = [entry for entry in late if entry.raw.handle not in self._reading]
             for entry in late:
                 self._remove(entry.raw.handle)
         for entry in late:
@@ -138,7 +143,7 @@ class RequestPool:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_delivering)
+            self._changed.wait_for(lambda: not self._delivering)
             handles = list(self._entries)
             for handle in handles:
                 self._remove(handle)
@@ -150,41 +155,58 @@ class RequestPool:
             self._num_bytes -= entry.num_bytes
         self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _work(self, is_beside: bool) -> None:
         try:
-            while self._read_next():
+            while self._read_next(is_beside):
                 pass
         except OSError:
             self.close()  # the backend is gone: so are the clients
 
-    def _read_next(self) -> bool:
+    def _read_next(self, is_beside: bool) -> bool:
         """Read one request. Returns False when the pool is closed."""
         self.expire()
         with self._changed:
-            self._changed.wait_for(lambda: self._entries or self._is_closed)
-            if self._is_closed:
+            self._changed.wait_for(lambda: self._is_closed or self._next(is_beside) is not None)
+            entry = None if self._is_closed else self._next(is_beside)
+            if entry is None:
                 return False
-            handle, entry = min(self._entries.items(), key=lambda item: item[1].order)
             if entry.deadline <= time.monotonic():
                 return True
-            self._reading = handle
+            handle = entry.raw.handle
+            self._reading.add(handle)
+            if not is_beside:
+                self._is_reading_long = entry.num_bytes > MAX_BESIDE_BYTES
+                self._changed.notify_all()
         parsed = self._handler.parse(entry.raw)
-        self._finish(handle, entry, parsed)
+        self._finish(handle, entry, parsed, is_beside)
         return True
 
-    def _finish(self, handle: int, entry: _Entry, parsed: object) -> None:
+    def _next(self, is_beside: bool) -> _Entry | None:
+        """The request that this worker reads next."""
+        if is_beside and not self._is_reading_long:
+            return None
+        most = MAX_BESIDE_BYTES if is_beside else self._max_bytes
+        waiting = (entry for handle, entry in self._entries.items() if handle not in self._reading)
+        return min((one for one in waiting if one.num_bytes <= most), key=lambda one: one.order, default=None)
+
+    def _finish(self, handle: int, entry: _Entry, parsed: object, is_beside: bool) -> None:
         """Deliver a read request. Its entry stays until then, so that no cancel is lost on the way to the engine."""
         with self._changed:
             was_cancelled = entry.is_cancelled
-            self._is_delivering = handle in self._entries and not was_cancelled
+            is_delivered = handle in self._entries and not was_cancelled
+            if is_delivered:
+                self._delivering.add(handle)
+            if not is_beside:
+                self._is_reading_long = False
         try:
-            if self._is_delivering:
+            if is_delivered:
                 self._handler.deliver(handle, parsed)
         finally:
             with self._changed:
                 is_here = handle in self._entries
+                self._reading.discard(handle)
+                self._delivering.discard(handle)
                 self._remove(handle)
-                self._reading, self._is_delivering = -1, False
         if was_cancelled and is_here:
             self._handler.end(handle, entry.known, FinishReason.CANCELLED)
         elif entry.is_cancelled:
