@@ -22,7 +22,7 @@ class TokenLogprobs:
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
     asked: list[tuple[int, float]] = field(default_factory=list)
-    json: str = ""
+    json: bytes = b""
     logits: bytes = b""
 
 

@@ -212,7 +212,12 @@ def encode_responses(responses: Sequence[bytes]) -> bytes:
 
 def bytes_tensor(values: Iterable[bytes]) -> bytes:
     """Triton's serialisation of a BYTES tensor."""
-    return b"".join(U32.pack(len(value)) + value for value in values)
+    return b"".join(part for value in values for part in (U32.pack(len(value)), value))
+
+
+def bytes_length(num_bytes: int) -> bytes:
+    """What stands before an element of such a tensor."""
+    return U32.pack(num_bytes)
 
 
 def bytes_elements(data: bytes, max_elements: int = sys.maxsize) -> list[bytes]:

@@ -21,10 +21,10 @@ F64 = struct.Struct("<d")
 
 def encode_frame(frame_type: int, *parts: bytes) -> bytes:
     """Join parts into one frame.  Raises ValueError above MAX_PAYLOAD_BYTES."""
-    payload = b"".join(parts)
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"frame of {len(payload)} bytes is longer than {MAX_PAYLOAD_BYTES}")
-    return FRAME_HEADER.pack(len(payload), frame_type) + payload
+    num_bytes = sum(map(len, parts))
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"frame of {num_bytes} bytes is longer than {MAX_PAYLOAD_BYTES}")
+    return b"".join((FRAME_HEADER.pack(num_bytes, frame_type), *parts))
 
 
 def pack_string(value: str) -> bytes:
