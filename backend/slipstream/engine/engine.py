@@ -134,9 +134,9 @@ class Engine:
 
     def submit(self, request: Request) -> list[Request]:
         """Add a request; `step` has the outputs of its n sequences. request_memory counts it until it is given back.
-
-        Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
-        """
+        Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead)."""
+        num_sequences = max(request.params.n, request.params.beam_width)
+        self.scheduler.check_capacity(num_sequences, self._num_arriving)  # first: preparing takes up to 14 ms
         self.adapters.resolve(request)
         sequences = self._input_processor.prepare(request)
         for sequence in sequences:
@@ -148,7 +148,7 @@ class Engine:
             if self.error is not None:
                 raise self.error
             self.residency.check_awake()
-            self.scheduler.check_capacity(max(len(sequences), request.params.beam_width), self._num_arriving)
+            self.scheduler.check_capacity(num_sequences, self._num_arriving)
             self.request_memory.take(request)
             self._num_arriving += len(sequences)
             self._inbox.append(Add(sequences))
