@@ -37,7 +37,7 @@ Engine::Engine(EngineSetup setup, Services& services)
       services_(services),
       exit_(std::make_shared<ServerExit>(setup_.server)),
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.labels(), reports_)),
-      live_(services.pacer, [exit = exit_] { return exit->has_begun(); }),
+      live_(services.pacer, [exit = exit_] { return exit->has_begun(); }, setup_.most_requests),
       held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
   warn_of_short_exit();
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });

@@ -20,6 +20,7 @@ struct EngineSetup {
   std::string config_json;
   GivenConfig given;  // what config_json was completed from
   bool has_sent_files = false;  // they came with the load request: the server deletes them when it unloads the model
+  size_t most_requests;  // that an engine may have not answered yet
   std::chrono::milliseconds drain_timeout;  // what running requests have when the model or the server ends
   TRITONSERVER_Server* server;
   int replica = 0, num_replicas = 1;    // this one's number, and how many engines the model has

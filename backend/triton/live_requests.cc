@@ -58,6 +58,10 @@ void send_error(
 
 void LiveRequests::add(uint64_t handle, const OpenRequest& request) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (live_.size() >= most_requests_) {
+    const std::string told = std::to_string(live_.size()) + " requests of the model are not answered yet, accepted: ";
+    throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, told + "no more, by max_num_seqs and max_waiting_requests");
+  }
   if (!live_.emplace(handle, Live{request}).second) {
     throw BackendError(TRITONSERVER_ERROR_INTERNAL, "two requests drew the same handle; send this one again");
   }

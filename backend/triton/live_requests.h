@@ -24,10 +24,11 @@ namespace slipstream {
 class LiveRequests {
  public:
   // is_exiting: whether the server has begun to end.
-  explicit LiveRequests(HttpPacer& pacer, std::function<bool()> is_exiting = [] { return false; })
-      : pacer_(pacer), is_exiting_(std::move(is_exiting)) {}
+  explicit LiveRequests(
+      HttpPacer& pacer, std::function<bool()> is_exiting = [] { return false; }, size_t most_requests = SIZE_MAX)
+      : pacer_(pacer), is_exiting_(std::move(is_exiting)), most_requests_(most_requests) {}
 
-  // Takes the request over, unless it throws BackendError because the handle is in use.
+  // Takes the request over, unless it throws BackendError because the handle is in use, or there are too many.
   void add(uint64_t handle, const OpenRequest& request);
 
   // Give a request that the engine never got back to the caller.  False if it was answered meanwhile.
@@ -78,6 +79,7 @@ class LiveRequests {
 
   HttpPacer& pacer_;
   const std::function<bool()> is_exiting_;
+  const size_t most_requests_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool watching_ = true;

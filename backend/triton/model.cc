@@ -1,6 +1,7 @@
 #include "model.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -81,6 +82,18 @@ std::chrono::milliseconds drain_timeout(const std::string& config) {
   return std::chrono::milliseconds(seconds > 0 ? static_cast<int64_t>(std::min(seconds, kMostSeconds) * 1e3) : 0);
 }
 
+// How many requests an engine may have not answered yet: it runs and keeps no more, and takes time to read and refuse
+// each, in which all that come behind wait.  The steps of an ensemble are as many as there are tokens.
+size_t most_requests(const std::string& config) {
+  constexpr long kDefaultRunning = 256, kDefaultWaiting = 1024, kCeiling = 1 << 30;
+  if (parameter(config, "task").value_or("generate") != "generate") return SIZE_MAX;
+  const char* waiting_name = parameter(config, "max_queue_size") ? "max_queue_size" : "max_waiting_requests";
+  const long running = number_parameter(config, "max_num_seqs", kDefaultRunning, "an integer >= 1");
+  const long waiting = number_parameter(config, waiting_name, kDefaultWaiting, "an integer >= 0");
+  const long num_tokenised = std::clamp(waiting, 0L, kCeiling), num_running = std::clamp(running, 0L, kCeiling);
+  return static_cast<size_t>(num_running + 2 * num_tokenised) + kMostSpareRequests;  // as many wait to be tokenised
+}
+
 size_t load_slack(const std::string& config) {
   constexpr long kDefaultSlack = 4;
   const long slack = number_parameter(config, "replica_load_slack", kDefaultSlack, "an integer from 0 to 1000000");
@@ -150,6 +163,7 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
   setup.config_json = read_config(model);
   const int num_replicas = count_replicas(setup.config_json);
   setup.drain_timeout = drain_timeout(setup.config_json);
+  setup.most_requests = most_requests(setup.config_json);
   const size_t slack = load_slack(setup.config_json);
   replicas_ = std::make_unique<Replicas>(setup, num_replicas, slack, backend.services);
   replicas_->wait_until_ready();

@@ -11,6 +11,7 @@
 namespace slipstream {
 
 constexpr int kMostReplicas = 64;
+constexpr size_t kMostSpareRequests = 1024;  // beyond those that an engine runs and keeps waiting
 
 // The backend's state in Triton: created by TRITONBACKEND_Initialize, lives until TRITONBACKEND_Finalize.
 struct Backend {

@@ -109,6 +109,31 @@ def test_an_engine_that_does_not_read_costs_nobody_else_anything(fake_backend_di
         assert server.metrics()['slipstream_engine_restarts_total{model="stopped",version="1"}'] == 0
 
 
+def test_a_flood_is_refused_before_the_engine_has_read_it(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """64 MiB of small requests took it minutes to refuse, and all that came behind them waited."""
+    add_model(tmp_path, "flooded", {"max_num_seqs": "2", "max_queue_size": "3"})
+    with TritonServer(tmp_path, fake_backend_dir, control_mode="explicit") as server:
+        assert server.load("flooded")[0] == 200
+        [engine] = children_of(server.pid)
+        with GrpcStream(server.grpc_url) as stream:
+            stream.send("flooded", "x")
+            stream.wait(num_ends=1)
+            engine.suspend()
+            most, num_more = 2 + 2 * 3 + 1024, 40
+            for _ in range(most + num_more):
+                stream.send("flooded", "x")
+            stream.wait(num_ends=1 + num_more, timeout_s=25)
+            assert len(stream.errors) == num_more
+            told = f"{most} requests of the model are not answered yet, accepted: no more, by max_num_seqs"
+            assert all(told in error and error.endswith("[UNAVAILABLE]") for error in stream.errors), stream.errors[0]
+            engine.resume()
+            stream.wait(num_ends=1 + most + num_more)
+            assert len(stream.errors) == num_more
+            stream.send("flooded", "x")
+            stream.wait(num_ends=2 + most + num_more)
+            assert len(stream.errors) == num_more, "there is room again"
+
+
 # ---------------------------------------------------------------- honest readiness
 
 

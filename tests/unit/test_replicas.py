@@ -129,6 +129,9 @@ def test_replicas_on_gpus_follow_each_other_or_are_where_the_group_says(monkeypa
 
 def test_both_ends_have_the_same_bounds(root: Path) -> None:
     source = "".join((root / "backend" / "triton" / name).read_text() for name in ("model.h", "model.cc"))
-    for name, value in (("kMostReplicas", MAX_REPLICAS), ("kDefaultSlack", SchedulerConfig().replica_load_slack)):
+    scheduler = SchedulerConfig()
+    values = {"kMostReplicas": MAX_REPLICAS, "kDefaultSlack": scheduler.replica_load_slack}
+    values |= {"kDefaultRunning": scheduler.max_num_seqs, "kDefaultWaiting": scheduler.max_waiting_requests}
+    for name, value in values.items():
         found = re.search(rf"{name} = (\d+)", source)
         assert found and int(found[1]) == value
