@@ -166,8 +166,11 @@ void LiveRequests::fail_ignored_cancels() {
       it = is_ignored ? live_.erase(it) : std::next(it);
     }
   }
+  if (!ignored.empty()) {  // one line: a client may cancel thousands at a time
+    const std::string count = std::to_string(ignored.size());
+    log_warning("the engine did not answer a cancellation within 5 s, of " + count + " requests");
+  }
   for (const OpenRequest& request : ignored) {
-    log_warning("the engine did not answer a cancellation within 5 s");
     fail(request, TRITONSERVER_ERROR_CANCELLED, "cancelled; the engine did not confirm it");
   }
 }
