@@ -17,6 +17,7 @@ from slipstream.nn.load import weight_bytes
 from slipstream.nn.read_spec import read_spec
 from slipstream_kernels import ops
 from stored_experts import gptq, make_mixtral
+from tiny_checkpoints import make_checkpoint
 from tiny_model import make_tiny_llama
 from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
@@ -68,6 +69,17 @@ def test_quantised_at_load(full: Path, tmp_path: Path, method: str, experts: str
     ours = logits(load(full, quantization=method))
     assert rms_error(ours, logits(load(with_held_weights(full, tmp_path, experts, dense)))) < bound
     assert 0.005 < rms_error(ours, logits(load(full))) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("method", "bound"),
+    [("fp8", 0.1), ("wint8", 0.02), ("w8a8_int8", 0.05), ("wint4", 0.2), ("w4a8_fp8", 0.25), ("mxfp4", 0.25)],
+)
+def test_experts_that_are_stored_transposed_are_quantised_at_load(tmp_path: Path, method: str, bound: float) -> None:
+    """gpt-oss in 16 bits has them as [in, out], gate and up in turns."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4}
+    full = make_checkpoint("gpt-oss", tmp_path, **sizes, num_experts_per_tok=6).path  # all: rounding chooses no others
+    assert rms_error(logits(load(full, quantization=method)), logits(load(full))) < bound
 
 
 def test_mixed_formats_are_held_where_they_belong(full: Path) -> None:

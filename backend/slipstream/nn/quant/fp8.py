@@ -106,7 +106,8 @@ class Fp8(QuantMethod):
         elif self.stored is not None:
             weights["weight"][rows].copy_(tensor)
         else:
-            quantised = ops.quantize_fp8(tensor.to(weights["weight"].device))
+            tensor = tensor.to(weights["weight"].device).contiguous()  # experts may be stored transposed
+            quantised = ops.quantize_fp8(tensor)
             weights["weight"][rows].copy_(quantised.values)
             weights["scale"][rows].copy_(quantised.scales.view(-1))
 
