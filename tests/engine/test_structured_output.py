@@ -19,6 +19,7 @@ from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_compiler import GrammarCompiler
 from slipstream.engine.grammar_host import DEAD_END
+from slipstream.engine.llm import LLM
 from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
 
 ENGINE_OF_ITS_OWN = """
@@ -184,6 +185,17 @@ def test_guide_ends_without_an_end_token(engine: Engine) -> None:
 def test_guide_wins_over_min_tokens(engine: Engine) -> None:
     texts = _texts(engine, replace(PARAMS, min_tokens=100, guide=Guide("regex", "[ab]{4}")))
     assert len(texts) == 1 and re.fullmatch("[ab]{4}", texts[0])
+
+
+def test_the_end_token_of_a_guide_is_not_shown_before_min_tokens(tiny_llama: Path) -> None:
+    """It was taken for a token of the text, whose end the grammar told a step later."""
+    guided = replace(PARAMS, min_tokens=100, skip_special_tokens=False, guide=Guide("regex", "[ab]{4}"))
+    with LLM(str(tiny_llama), block_size=8, num_blocks=64, device="cpu") as llm:
+        for end_id in (None, 50):
+            (found,) = llm.generate([PROMPT], replace(guided, end_id=end_id))
+            assert re.fullmatch("[ab]{4}", found.text)
+            assert (found.finish_reason, found.stop_reason) == ("stop", None)
+            assert len(found.token_ids) > 1 and found.token_ids[-1] == (end_id or llm.engine.tokenizer.eos_token_id)
 
 
 def test_greedy_and_seeded_guides_repeat(engine: Engine) -> None:

@@ -22,10 +22,11 @@ def end_token_ids(request: Request) -> frozenset[int]:
 class StopConditions:
     """The stop conditions of one request, precomputed: a token costs one set look-up and one comparison.
 
-    min_len, max_len: prompt + output tokens. No token stops below `min_len`; `max_len` respects max_model_len.
+    min_len, max_len: prompt + output tokens. No token stops below `min_len`, except one that ends a grammar's text: a
+    grammar that allows others has them drawn there. `max_len` respects max_model_len.
     """
 
-    __slots__ = ("_eos_token_ids", "_word_state", "_words", "has_words", "max_len", "min_len", "token_ids")
+    __slots__ = ("_eos_len", "_eos_token_ids", "_word_state", "_words", "has_words", "max_len", "min_len", "token_ids")
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         params = request.params
@@ -35,6 +36,7 @@ class StopConditions:
         self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
         self.has_words = bool(params.stop_words_ids)
         self.min_len = request.num_prompt_tokens + params.min_tokens
+        self._eos_len = self.min_len if params.guide is None else 0
         self.max_len = min(request.max_num_tokens, max_model_len)
 
     @property
@@ -70,15 +72,15 @@ class StopConditions:
         stop_reason: the token id that completed a match, None for an end-of-sequence token or a length limit.
         """
         token_ids = request.token_ids
-        if len(token_ids) >= self.min_len:
-            token_id = token_ids[-1]
-            if token_id in self._eos_token_ids:
-                request.finish_reason = FinishReason.STOP
-                return True
-            if token_id in self.token_ids or (self.has_words and self._words.ends[self._word_state] >= 0):
-                request.finish_reason = FinishReason.STOP
-                request.stop_reason = token_id
-                return True
+        token_id = token_ids[-1]
+        if len(token_ids) >= self._eos_len and token_id in self._eos_token_ids:
+            request.finish_reason = FinishReason.STOP
+            return True
+        is_stop = token_id in self.token_ids or (self.has_words and self._words.ends[self._word_state] >= 0)
+        if is_stop and len(token_ids) >= self.min_len:
+            request.finish_reason = FinishReason.STOP
+            request.stop_reason = token_id
+            return True
         if len(token_ids) >= self.max_len:
             request.finish_reason = FinishReason.LENGTH
             return True
