@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import xgrammar
-from engine_driver import Told, make_engine, run_steps
+from engine_driver import Told, make_engine, run_all, run_steps
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -180,6 +180,33 @@ def test_guides_survive_preemption(tiny_llama: Path) -> None:
 def test_guide_ends_without_an_end_token(engine: Engine) -> None:
     texts = _texts(engine, replace(PARAMS, ignore_eos=True, guide=Guide("regex", "[ab]{4}")))
     assert len(texts) == 1 and re.fullmatch("[ab]{4}", texts[0])
+
+
+@pytest.mark.parametrize("ends", [{"ignore_eos": True}, {"end_id": -1}])
+@pytest.mark.parametrize(
+    ("text", "expected", "reason"),
+    [
+        ("[ab]{2,9}", "[ab]{9}", FinishReason.STOP),
+        ("x(yz?){0,2}", "xyz?yz?", FinishReason.STOP),
+        ("[0-9]+", "[0-9]{12,}", FinishReason.LENGTH),
+        ("(ab|cd)*", "(ab|cd)+[ac]?", FinishReason.LENGTH),
+    ],
+)
+def test_without_end_tokens_a_guide_goes_on_while_it_can(
+    engine: Engine, text: str, expected: str, reason: FinishReason, ends: dict[str, object]
+) -> None:
+    """It ended where it might have ended, and one that admits the empty text was said to admit none."""
+    for temperature in (0.0, 1.0):
+        params = replace(PARAMS, max_tokens=12, temperature=temperature, guide=Guide("regex", text), **ends)
+        (told,) = run_all(engine, [PROMPT], params)
+        assert re.fullmatch(expected, engine.tokenizer.decode(told.token_ids, True))
+        assert told.finish_reason is reason
+
+
+@pytest.mark.parametrize("kind", ["json", "json_schema", "ebnf_grammar"])
+def test_without_end_tokens_a_guide_ends_where_nothing_may_follow(engine: Engine, kind: str) -> None:
+    texts = _texts(engine, replace(PARAMS, ignore_eos=True, guide=GUIDES[kind]), 4)
+    assert texts and all(kind == "ebnf_grammar" or json.loads(text) is not None for text in texts)
 
 
 def test_guide_wins_over_min_tokens(engine: Engine) -> None:

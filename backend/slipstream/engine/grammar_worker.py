@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,11 +65,13 @@ class GrammarCache:
 
 
 class _Sequence:
-    """One matcher. row: its first row of the mask matrix; the masks of a walk's paths follow."""
+    """One matcher. row: its first row of the mask matrix; the masks of a walk's paths follow. barred: end tokens that
+    the matcher knows and the request has not: no mask has them."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, row: int) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, row: int, barred: Sequence[int]) -> None:
         self.matcher = matcher
         self.row = row
+        self.barred = barred
 
 
 @dataclass(slots=True)
@@ -174,11 +177,16 @@ class GrammarWorker:
     def _open(
         self, sequence_id: int, key: bytes, guide: Guide, ends: list[int], row: int, token_ids: list[int]
     ) -> Answer:
-        """Open a matcher and advance it by token_ids, which a previous worker has accepted."""
+        """Open a matcher and advance it by token_ids, which a previous worker has accepted.
+
+        Without end tokens the matcher has the model's, which are then barred: one without any is at its end where the
+        text may end, although other tokens may follow."""
+        grammar = self._cache.get(key, guide)
+        barred = [] if ends else grammar.tokenizer_info.stop_token_ids
         matcher = xgrammar.GrammarMatcher(
-            self._cache.get(key, guide), override_stop_tokens=ends or None, terminate_without_stop_token=not ends
+            grammar, override_stop_tokens=ends or None, terminate_without_stop_token=not (ends or barred)
         )
-        self._sequences[sequence_id] = sequence = _Sequence(matcher, row)
+        self._sequences[sequence_id] = sequence = _Sequence(matcher, row, barred)
         return self._accept(sequence, token_ids)
 
     def _advance(self, sequence_id: int, token_ids: list[int]) -> Answer:
@@ -192,7 +200,8 @@ class GrammarWorker:
                 return Answer(f"sampled token {token_id} is not allowed by the grammar")
         if matcher.is_terminated():
             return Answer(is_terminated=True, can_go_on=False)
-        return Answer(can_go_on=self._fill(matcher, sequence.row))
+        can_go_on, may_end = self._fill(sequence, sequence.row)
+        return Answer(is_terminated=may_end and not can_go_on, can_go_on=can_go_on)
 
     def _walk(self, sequence_id: int, paths: list[tuple[int, ...]]) -> Answer:
         """Compute the masks after drafts. paths: from the sequence's current state, which is restored."""
@@ -201,15 +210,21 @@ class GrammarWorker:
             return Answer()
         walk, dead = _Walk(sequence.matcher), []
         for index, path in enumerate(paths):
-            if not (walk.go(path) and self._fill(sequence.matcher, sequence.row + 1 + index)):
+            if not (walk.go(path) and self._fill(sequence, sequence.row + 1 + index)[0]):
                 dead.append(index)
         walk.go(())
         return Answer(dead=tuple(dead))
 
-    def _fill(self, matcher: xgrammar.GrammarMatcher, row: int) -> bool:
-        """Write the allowed next tokens as bits. False: no token may follow."""
-        matcher.fill_next_token_bitmask(self._masks, row)
-        return bool(self._masks[row].any())
+    def _fill(self, sequence: _Sequence, row: int) -> tuple[bool, bool]:
+        """Write the allowed next tokens as bits. Returns whether any may follow, and whether one was barred: the text
+        may end."""
+        sequence.matcher.fill_next_token_bitmask(self._masks, row)
+        words, may_end = self._masks[row].view(np.uint32), False
+        for token_id in sequence.barred:
+            bit = np.uint32(1 << token_id % 32)
+            may_end = may_end or bool(words[token_id // 32] & bit)
+            words[token_id // 32] &= ~bit
+        return bool(words.any()), may_end
 
 
 class _Walk:
