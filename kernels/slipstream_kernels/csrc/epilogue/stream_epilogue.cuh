@@ -85,7 +85,7 @@ struct StreamEpilogue {
     __device__ __forceinline__ void advance(int groups) { of_lane += groups * stride, tokens_left -= 8 * groups; }
   };
 
-  __device__ __forceinline__ StreamTile tile_at(int index) const { return work.template tile<SHAPE>(p, index); }
+  __device__ __forceinline__ StreamTile tile_at(int index) const { return work.tile(p, index); }
 
   static __device__ __forceinline__ void sync() { sync_threads(1, SHAPE::kConsumerThreads); }
 

@@ -23,11 +23,11 @@
 namespace slipstream {
 
 template <typename SHAPE>
-using StreamW4A16Epilogue = StreamEpilogue<SHAPE, StreamW4A16Memory<SHAPE>, StreamW4A16Work>;
+using StreamW4A16Epilogue = StreamEpilogue<SHAPE, StreamW4A16Memory<SHAPE>, StreamInt4Work<SHAPE>>;
 
 template <typename SHAPE>
 __device__ __forceinline__ void run_consumer(const StreamW4A16Params& p, const StreamW4A16Memory<SHAPE>& memory,
-                                             const StreamW4A16Work& work, int warpgroup) {
+                                             const StreamInt4Work<SHAPE>& work, int warpgroup) {
   StreamW4A16Consumer<SHAPE> consumer{memory, warpgroup};
   StreamW4A16Epilogue<SHAPE> epilogue{p, memory, work, warpgroup};
   await_previous();
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
     stream_w4a16_kernel(const __grid_constant__ StreamW4A16Params p, const __grid_constant__ StreamW4A16Maps maps) {
   extern __shared__ char shared[];
   start_dependents();
-  const StreamW4A16Work work(p);
+  const StreamInt4Work<SHAPE> work(p);
   const StreamW4A16Memory<SHAPE> memory(shared_address(shared));
   if (threadIdx.x == 0) memory.init();
   __syncthreads();
@@ -79,25 +79,12 @@ bool encode_maps(const StreamW4A16Params& p, StreamW4A16Maps* maps) {
          encode_tensor_map(&maps->codes, CU_TENSOR_MAP_DATA_TYPE_UINT32, CU_TENSOR_MAP_SWIZZLE_NONE, p.qweight, codes);
 }
 
-// Runs are not empty, tiles fit a CTA and hold all tokens, and products of StreamRuns fit 32 bits.
-template <typename SHAPE>
-bool fits(const StreamW4A16Params& p) {
-  if (p.token_tiles < 1 || p.num_tiles < 1 || p.num_tiles % p.token_tiles != 0 || p.num_ctas < 1) return false;
-  const int64_t total = int64_t{p.num_tiles} * (p.in_features / 128), of_rows = p.num_tiles / p.token_tiles;
-  const bool is_split = p.num_tiles % p.num_ctas != 0;
-  return p.num_tokens <= int64_t{p.token_tiles} * SHAPE::kColumns && of_rows <= p.num_units &&
-         (p.num_units + of_rows - 1) / of_rows <= SHAPE::kUnits && p.num_ctas <= total &&
-         (total + 1) * (p.num_ctas + int64_t{1}) < (int64_t{1} << 32) &&
-         p.num_units * (of_rows + 1) < (int64_t{1} << 32) &&
-         (!is_split || (p.partial_sums != nullptr && p.counters != nullptr));
-}
-
 template <typename SHAPE>
 cudaError_t launch(const StreamW4A16Params& p, cudaStream_t stream) {
   const cudaError_t allowed = allow_shared_memory<stream_w4a16_kernel<SHAPE>, SHAPE::kTotalBytes>();
   if (allowed != cudaSuccess) return allowed;
   StreamW4A16Maps maps;
-  if (!fits<SHAPE>(p)) return cudaErrorInvalidConfiguration;
+  if (!runs_fit<SHAPE>(p)) return cudaErrorInvalidConfiguration;
   if (!encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
   return launch_kernel(p.is_dependent != 0, dim3(p.num_ctas), SHAPE::kThreads, SHAPE::kTotalBytes, stream,
                        stream_w4a16_kernel<SHAPE>, p, maps);

@@ -24,19 +24,11 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
   multiply_stream_w4a8<SHAPE>(p, maps, shared);
 }
 
-// Runs are not empty, tiles fit a CTA and hold all tokens, and products of StreamRuns fit 32 bits.
 template <typename SHAPE>
 bool fits(const StreamW4A8Params& p) {
-  if (p.token_tiles < 1 || p.num_tiles < 1 || p.num_tiles % p.token_tiles != 0 || p.num_ctas < 1) return false;
-  const int64_t total = int64_t{p.num_tiles} * (p.in_features / 128), of_rows = p.num_tiles / p.token_tiles;
-  const int64_t tokens = int64_t{p.token_tiles} * SHAPE::kColumns;
-  const bool is_split = p.num_tiles % p.num_ctas != 0;
-  return p.num_tokens <= tokens && tokens <= SHAPE::kMostTokens && of_rows <= p.num_units &&
-         (p.num_units + of_rows - 1) / of_rows <= SHAPE::kUnits && p.num_ctas <= total &&
-         (total + 1) * (p.num_ctas + int64_t{1}) < (int64_t{1} << 32) &&
-         p.num_units * (of_rows + 1) < (int64_t{1} << 32) &&
-         (!SHAPE::kIsExact || p.token_tiles == 1 || SHAPE::kColumns == 128) &&   // whose sums of activations lie together
-         (!is_split || (p.partial_sums != nullptr && p.counters != nullptr));
+  const bool has_whole_sums = p.token_tiles == 1 || SHAPE::kColumns == 128;   // of the activations of a tile
+  return runs_fit<SHAPE>(p) && p.token_tiles * int64_t{SHAPE::kColumns} <= SHAPE::kMostTokens &&
+         (!SHAPE::kIsExact || has_whole_sums);
 }
 
 template <typename SHAPE>

@@ -9,9 +9,9 @@ namespace slipstream {
 
 template <typename SHAPE>
 __device__ __forceinline__ void consume_stream_w4a8(const StreamW4A8Params& p, const StreamW4A8Memory<SHAPE>& memory,
-                                                    const StreamW4A8Work& work, int warpgroup) {
+                                                    const StreamInt4Work<SHAPE>& work, int warpgroup) {
   StreamW4A8Consumer<SHAPE> consumer{memory, warpgroup};
-  StreamEpilogue<SHAPE, StreamW4A8Memory<SHAPE>, StreamW4A8Work> epilogue{p, memory, work, warpgroup};
+  StreamEpilogue<SHAPE, StreamW4A8Memory<SHAPE>, StreamInt4Work<SHAPE>> epilogue{p, memory, work, warpgroup};
   await_previous();
   epilogue.load_token_scales();
 #pragma unroll 1
@@ -35,13 +35,13 @@ __device__ __forceinline__ void multiply_stream_w4a8(const StreamW4A8Params& p, 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= SHAPE::kConsumerThreads / 32) {
     lower_registers<SHAPE::kProducerRegisters>();
-    const StreamW4A8Producer<SHAPE> producer{p, maps, memory, StreamW4A8Work(p)};
+    const StreamW4A8Producer<SHAPE> producer{p, maps, memory, StreamInt4Work<SHAPE>(p)};
     const int thread = threadIdx.x - SHAPE::kConsumerThreads;
     if (thread == 0) producer.run_codes();
     if (thread == 32) producer.run_tokens();
   } else {
     raise_registers<SHAPE::kConsumerRegisters>();
-    consume_stream_w4a8<SHAPE>(p, memory, StreamW4A8Work(p), warp / 4);
+    consume_stream_w4a8<SHAPE>(p, memory, StreamInt4Work<SHAPE>(p), warp / 4);
   }
 }
 

@@ -5,6 +5,7 @@
 #include "pipeline/late_producer.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/dependent_launch.cuh"
+#include "schedule/stream_int4_work.cuh"
 #include "schedule/stream_w4a16_shape.cuh"
 
 namespace slipstream {
@@ -16,12 +17,12 @@ struct StreamW4A16Producer {
   const StreamW4A16Params& p;
   const StreamW4A16Maps& maps;
   const StreamW4A16Memory<SHAPE> memory;
-  const StreamW4A16Work work;
+  const StreamInt4Work<SHAPE> work;
 
   __device__ __forceinline__ void run_codes() const {
     const uint64_t policy = p.token_tiles > 1 ? kReadNormally : kReadOnce;   // others read the same rows
     PipelineState<SHAPE::kCodeStages> state;
-    for_each_segment([&](const StreamSegment& segment, const StreamTile& tile) {
+    work.for_each_segment(p, [&](const StreamSegment& segment, const StreamTile& tile) {
 #pragma unroll 1
       for (int chunk = segment.begin_chunk; chunk < segment.end_chunk; ++chunk, state.advance()) {
         wait_barrier(memory.code_empty(state.stage), state.parity ^ 1);   // passes at once in the first round
@@ -34,7 +35,7 @@ struct StreamW4A16Producer {
   __device__ __forceinline__ void run_tokens() const {
     await_previous();
     PipelineState<SHAPE::kStages> state;
-    for_each_segment([&](const StreamSegment& segment, const StreamTile& tile) {
+    work.for_each_segment(p, [&](const StreamSegment& segment, const StreamTile& tile) {
 #pragma unroll 1
       for (int slab = SHAPE::kSlabs * segment.begin_chunk; slab < SHAPE::kSlabs * segment.end_chunk; ++slab, state.advance()) {
         const uint32_t barrier = memory.full(state.stage);
@@ -47,16 +48,6 @@ struct StreamW4A16Producer {
   }
 
  private:
-  template <typename FUNCTION>
-  __device__ __forceinline__ void for_each_segment(const FUNCTION& function) const {
-#pragma unroll 1
-    for (int position = work.begin; position < work.end;) {
-      const StreamSegment segment = work.runs.segment_at(position, work.end);
-      function(segment, work.template tile<SHAPE>(p, segment.tile));
-      position += segment.end_chunk - segment.begin_chunk;
-    }
-  }
-
   // Codes of eight units, also beyond the tile's last; scales of those that there are.
   __device__ __forceinline__ void copy_chunk(int stage, int unit, int chunk, uint64_t policy) const {
     const uint32_t barrier = memory.code_full(stage), unit_bytes = SHAPE::kScaleBytes / SHAPE::kUnits;

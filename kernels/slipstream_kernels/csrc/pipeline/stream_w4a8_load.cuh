@@ -6,6 +6,7 @@
 #include "pipeline/late_producer.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/dependent_launch.cuh"
+#include "schedule/stream_int4_work.cuh"
 #include "schedule/stream_w4a8_shape.cuh"
 
 namespace slipstream {
@@ -17,13 +18,13 @@ struct StreamW4A8Producer {
   const StreamW4A8Params& p;
   const StreamW4A8Maps& maps;
   const StreamW4A8Memory<SHAPE> memory;
-  const StreamW4A8Work work;
+  const StreamInt4Work<SHAPE> work;
 
   __device__ __forceinline__ void run_codes() const {
     const CopyPace pace(p.copy_pace, memory.empty(0));
     PipelineState<SHAPE::kStages> state;
     bool is_first_round = true;
-    for_each_segment([&](const StreamSegment& segment, const StreamTile& tile) {
+    work.for_each_segment(p, [&](const StreamSegment& segment, const StreamTile& tile) {
 #pragma unroll 1
       for (int chunk = segment.begin_chunk; chunk < segment.end_chunk; ++chunk, state.advance()) {
         wait_barrier(memory.empty(state.stage), state.parity ^ 1);   // passes at once in the first round
@@ -38,7 +39,7 @@ struct StreamW4A8Producer {
   __device__ __forceinline__ void run_tokens() const {
     await_previous();
     PipelineState<SHAPE::kStages> state;
-    for_each_segment([&](const StreamSegment& segment, const StreamTile& tile) {
+    work.for_each_segment(p, [&](const StreamSegment& segment, const StreamTile& tile) {
 #pragma unroll 1
       for (int chunk = segment.begin_chunk; chunk < segment.end_chunk; ++chunk, state.advance()) {
         const uint32_t barrier = memory.full(state.stage);
@@ -52,16 +53,6 @@ struct StreamW4A8Producer {
   }
 
  private:
-  template <typename FUNCTION>
-  __device__ __forceinline__ void for_each_segment(const FUNCTION& function) const {
-#pragma unroll 1
-    for (int position = work.begin; position < work.end;) {
-      const StreamSegment segment = work.runs.segment_at(position, work.end);
-      function(segment, work.template tile<SHAPE>(p, segment.tile));
-      position += segment.end_chunk - segment.begin_chunk;
-    }
-  }
-
   // Of the 128 tokens that the tile's are among.
   __device__ __forceinline__ void copy_sums(int stage, const StreamTile& tile, int chunk) const {
     constexpr int kGroups = SHAPE::kGroupsOfChunk;

@@ -1,4 +1,4 @@
-// Sizes of one variant of the streaming W4A16 product, the work of a CTA, and where things lie in shared memory.
+// Sizes of one variant of the streaming W4A16 product, and where things lie in shared memory.
 //
 // A unit is 16 weight rows, a tile up to eight units times COLUMNS tokens, a chunk 128 summed columns of a tile, a slab half
 // of them: a row of 128 bytes of 16-bit operands. The work is the list of all chunks of all tiles, tile by tile, of which
@@ -8,7 +8,6 @@
 #include "params/stream_w4a16_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/hopper_copy.cuh"
-#include "schedule/stream_runs.cuh"
 
 namespace slipstream {
 
@@ -54,25 +53,6 @@ struct StreamW4A16Shape {
 struct StreamW4A16Maps {
   CUtensorMap tokens;   // a box: a slab of all tokens of a tile
   CUtensorMap codes;    // a box: a chunk of eight units
-};
-
-// The work of this CTA.
-struct StreamW4A16Work {
-  StreamRuns runs;
-  int begin, end;
-
-  __device__ __forceinline__ explicit StreamW4A16Work(const StreamW4A16Params& p)
-      : runs{static_cast<uint32_t>(p.num_tiles), static_cast<uint32_t>(p.in_features / 128), gridDim.x},
-        begin(runs.begin(blockIdx.x)), end(runs.begin(blockIdx.x + 1)) {}
-
-  // Tiles of the same weight rows follow each other.
-  template <typename SHAPE>
-  static __device__ __forceinline__ StreamTile tile(const StreamW4A16Params& p, int index) {
-    const uint32_t rows = index / p.token_tiles, count = p.num_tiles / p.token_tiles;
-    const uint32_t units = p.num_units;
-    return {static_cast<int>(units * rows / count), static_cast<int>(units * (rows + 1) / count),
-            static_cast<int>(index - rows * p.token_tiles) * SHAPE::kColumns};
-  }
 };
 
 // Barriers, and who arrives and who waits:

@@ -1,4 +1,4 @@
-// Sizes of one variant of the streaming W4A8 product, the work of a CTA, and where things lie in shared memory.
+// Sizes of one variant of the streaming W4A8 product, and where things lie in shared memory.
 //
 // A unit is 16 weight rows, a tile four units of each consumer warpgroup times COLUMNS tokens, a chunk 128 summed columns of a
 // tile. The work is the list of all chunks of all tiles, tile by tile, of which every CTA has an equal run, as in
@@ -8,7 +8,6 @@
 #include "params/stream_w4a8_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/hopper_copy.cuh"
-#include "schedule/stream_runs.cuh"
 
 namespace slipstream {
 
@@ -54,25 +53,6 @@ struct StreamW4A8Shape {
 
 struct StreamW4A8Maps {
   CUtensorMap tokens;   // a box: a chunk of all tokens of a tile
-};
-
-// The work of this CTA.
-struct StreamW4A8Work {
-  StreamRuns runs;
-  int begin, end;
-
-  __device__ __forceinline__ explicit StreamW4A8Work(const StreamW4A8Params& p)
-      : runs{static_cast<uint32_t>(p.num_tiles), static_cast<uint32_t>(p.in_features / 128), gridDim.x},
-        begin(runs.begin(blockIdx.x)), end(runs.begin(blockIdx.x + 1)) {}
-
-  // Tiles of the same weight rows follow each other.
-  template <typename SHAPE>
-  static __device__ __forceinline__ StreamTile tile(const StreamW4A8Params& p, int index) {
-    const uint32_t rows = index / p.token_tiles, count = p.num_tiles / p.token_tiles;
-    const uint32_t units = p.num_units;
-    return {static_cast<int>(units * rows / count), static_cast<int>(units * (rows + 1) / count),
-            static_cast<int>(index - rows * p.token_tiles) * SHAPE::kColumns};
-  }
 };
 
 // Barriers, and who arrives and who waits:

@@ -75,7 +75,6 @@ struct StreamWork {
     return static_cast<int>(static_cast<uint32_t>(p.num_units) * tile / p.num_tiles);
   }
 
-  template <typename SHAPE>
   static __device__ __forceinline__ StreamTile tile(const SwapAbStreamParams& p, int index) {
     return {begin_unit(p, index), begin_unit(p, index + 1), 0};
   }
