@@ -57,7 +57,7 @@ class Oracle:
             parents.append(parent)
             parent = len(token_ids)
             token_ids.append(token_id)
-        token_ids, parents = token_ids[: wanted.num_drafts], parents[: wanted.num_drafts]
+        token_ids, parents = token_ids[: wanted.budget.num_drafts], parents[: wanted.budget.num_drafts]
         return DraftOutput(token_ids, parents if self.is_tree else [])
 
 

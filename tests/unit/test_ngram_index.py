@@ -11,8 +11,10 @@ from slipstream.core.draft_methods import NgramOptions
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.step_inputs import new_request
+from slipstream.worker.interface import DraftBudget
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode import ngram
+from slipstream.worker.spec_decode.interface import DraftRequest
 from slipstream.worker.spec_decode.ngram import MAX_INDEXED_TOKENS, NgramIndex, NgramProposer
 
 
@@ -28,17 +30,17 @@ def test_a_long_text_and_a_long_reference_are_indexed_piece_by_piece(monkeypatch
         extend(index, token_ids)
 
     monkeypatch.setattr(ngram.NgramIndex, "extend", counting)
-    proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
-    wish = SimpleNamespace(request=request, num_drafts=3)
+    proposer = _proposer()
+    wanted = _draft_request(request)
     for _ in range(4):
-        proposer.propose([wish])  # type: ignore[list-item]
+        proposer.propose([wanted])
     assert max(pieces) == MAX_INDEXED_TOKENS and sum(pieces) == len(prompt) + len(reference)
 
     request.token_ids += reference[-9:-7]
-    [drafts] = proposer.propose([wish])  # type: ignore[list-item]
+    [drafts] = proposer.propose([wanted])
     assert drafts.token_ids == list(reference[-7:-4]), "the last piece of the reference is found"
     request.token_ids += prompt[2048:2050]
-    [drafts] = proposer.propose([wish])  # type: ignore[list-item]
+    [drafts] = proposer.propose([wanted])
     assert drafts.token_ids == prompt[2050:2053], "and that of the prompt"
 
 
@@ -56,7 +58,7 @@ def test_the_indices_of_all_requests_have_a_bound(monkeypatch: pytest.MonkeyPatc
 
     def drafted(request: RequestState, ending: list[int]) -> list[int]:
         request.token_ids += ending
-        [drafts] = proposer.propose([SimpleNamespace(request=request, num_drafts=3)])  # type: ignore[list-item]
+        [drafts] = proposer.propose([_draft_request(request)])
         return drafts.token_ids
 
     assert drafted(first, [5100, 5101]) == [5102, 5103, 5104]
@@ -109,13 +111,18 @@ def test_a_longer_ngram_is_searched_for_at_so_many_places(monkeypatch: pytest.Mo
 def test_a_text_that_is_not_indexed_yet_is_looked_up_by_its_own_end(monkeypatch) -> None:
     monkeypatch.setattr(ngram, "MAX_INDEXED_TOKENS", 8)
     request = RequestState(new_request(Request([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 1, 2], SamplingParams())))
-    proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
-    [drafts] = proposer.propose([SimpleNamespace(request=request, num_drafts=3)])  # type: ignore[list-item]
+    proposer = _proposer()
+    [drafts] = proposer.propose([_draft_request(request)])
     assert drafts.token_ids == [3, 4, 5]
 
 
 def _proposer() -> NgramProposer:
     return NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
+
+
+def _draft_request(request: RequestState) -> DraftRequest:
+    """One that may have three drafts."""
+    return DraftRequest(request, DraftBudget(request.sequence_id, "ngram", 3, depth=3, index=0, has_scratch=True))
 
 
 def _state(text: list[int], **params: object) -> RequestState:

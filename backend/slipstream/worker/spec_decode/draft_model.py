@@ -116,7 +116,7 @@ class DraftModelProposer:
         (found,) = HostCopy((tokens,), is_urgent=True).lists()
         outputs = []
         for row, (one, chain) in enumerate(zip(requests, found)):
-            count = min(one.num_drafts, one.depth)
+            count = min(one.budget.num_drafts, one.budget.depth)
             self._kv_state.feed(one.request, chain[:-1])
             drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(one.request) else None
             outputs.append(DraftOutput(chain[:count], [], drawn_from))

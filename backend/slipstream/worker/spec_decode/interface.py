@@ -36,13 +36,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DraftRequest:
-    """A request that may draft now, as a proposer reads it; the fields are those of DraftBudget."""
+    """A request that may draft now, with what the engine allows it."""
 
     request: RequestState
-    num_drafts: int
-    depth: int
-    index: int
-    has_scratch: bool
+    budget: DraftBudget
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ class NgramProposer:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
         self._num_left = MAX_INDEXED_IN_STEP
-        return [DraftOutput(self._continue(one.request, one.num_drafts)) for one in requests]
+        return [DraftOutput(self._continue(one.request, one.budget.num_drafts)) for one in requests]
 
     def chains(self, requests: Sequence[RequestState], num_drafts: int) -> list[list[int]]:
         self._num_left = MAX_INDEXED_IN_STEP

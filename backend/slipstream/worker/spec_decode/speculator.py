@@ -163,10 +163,10 @@ class Speculator:
             state = state_of(budget.sequence_id)
             if state is not None:
                 places.append(index)
-                requests.append(DraftRequest(state, budget.num_drafts, budget.depth, budget.index, budget.has_scratch))
+                requests.append(DraftRequest(state, budget))
         answers = self._proposers[method].propose(requests) if requests else ()
         for index, request, answer in zip(places, requests, answers, strict=True):
-            assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
+            assert len(answer.token_ids) <= request.budget.num_drafts, "more drafts than asked for"
             if answer.probs is not None:
                 self.draft_probs[request.request.sequence_id] = answer.probs
             found[index] = answer
