@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kernel_choices
 import pytest
 import torch
@@ -9,8 +11,11 @@ from slipstream_kernels import ops
 from slipstream_kernels.cuda import device as this_gpu
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import choose as dense
+from slipstream_kernels.gemm import tuning
+from slipstream_kernels.gemm.activation_quant import Fp8
 from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product, WeightKind
+from slipstream_kernels.integer import W4A8_DTYPE
 from slipstream_kernels.moe import choose as moe
 from slipstream_kernels.moe.kernels import KERNELS as EXPERT_KERNELS
 from slipstream_kernels.moe.product import Product as ExpertProduct
@@ -167,6 +172,24 @@ def test_experts_of_more_than_4_gib_are_not_written_out(
     sizes = [256 * rows * 2048 for rows in (4096, 4128)]
     assert [ops.written_out_bytes("int4", PLAIN_ROWS, 256, size, BF16) for size in sizes] == [4 << 30, 0]
     assert ops.written_out_bytes("int4", PLAIN_ROWS, 0, sizes[1], BF16) == 2 * sizes[1], "a dense layer has no limit"
+
+
+def test_rows_have_sums_for_the_kernels_of_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the number of rows that the device's table multiplies exactly: another GPU's table may have another."""
+    packed = torch.empty(8, 64, 128, dtype=W4A8_DTYPE, device="meta")  # [in / 128, out / 16, words of a tile]
+    scales, zeros = (torch.empty(1024, device="meta") for _ in range(2))
+    weight = ops.int4_weight(packed, scales, zeros, 128, 1024)
+    assert weight.is_for_fp8_rows
+
+    def summed_rows() -> int:
+        quant = ops.int4_linear_weight(weight, fp8_rows=True).quant
+        assert isinstance(quant, Fp8) and quant.scheme.sum_columns == 128
+        return quant.scheme.summed_rows
+
+    assert summed_rows() == 128, "a GPU without a table has the H200's"
+    other = replace(tuning.H200, exact_features={48: tuning.MOST_ROWS}, narrow_features={})
+    monkeypatch.setattr(tuning, "TUNINGS", {**tuning.TUNINGS, "meta": other})
+    assert summed_rows() == 64, "mixed_gemm_w4a8 takes them for up to 64 rows of every weight"
 
 
 def test_gpus_without_fp8_are_refused_by_their_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream_kernels.fp8 import BLOCK, MAX_SUMMED_ROWS, PER_ROW, Fp8Scheme
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant, Fp8, Int8
-from slipstream_kernels.gemm.choose import plain_rows_of
+from slipstream_kernels.gemm.choose import plain_rows_of, this_device
 from slipstream_kernels.gemm.cpu.int4_packed import CPU_WORDS
 from slipstream_kernels.gemm.cpu.scaled_mm import scales_with_nan
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import most_tokens
@@ -154,12 +154,16 @@ def int4_linear_weight(
 
 
 def _int4_scheme(weight: Int4Weight, kind: WeightKind) -> Fp8Scheme:
-    """With sums of as many rows as the kernels multiply that take them."""
-    summed_rows = most_exact_tokens(kind.out_features)
+    """With sums of as many rows as the kernels multiply that take them, by the table of the weight's device."""
+    sum_columns = activation_sum_columns(weight)
+    if not sum_columns:
+        return PER_ROW
+    table = tuning.tuning_of(this_device(kind.device).name)
+    summed_rows = most_exact_tokens(kind.out_features, table)
     most = Product(kind, MAX_SUMMED_ROWS, FP8_ROWS, torch.bfloat16, False)
-    if not any(use.kernel == "stream_w4a8" and use.covers(most) for use in tuning.H200.uses["w4a8", FP8_ROWS]):
-        summed_rows = max(summed_rows, most_tokens((kind.out_features, kind.in_features)))
-    return Fp8Scheme(sum_columns=activation_sum_columns(weight), summed_rows=summed_rows)
+    if not any(use.kernel == "stream_w4a8" and use.covers(most) for use in table.uses.get(("w4a8", FP8_ROWS), ())):
+        summed_rows = max(summed_rows, most_tokens((kind.out_features, kind.in_features), table))
+    return Fp8Scheme(sum_columns=sum_columns, summed_rows=summed_rows)
 
 
 def deterministic_weight(
