@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hopper import assert_compiles_well
 from slipstream_kernels.comm.cuda import rank_sum
-from slipstream_kernels.comm.cuda.rank_sum import RankSum, Way, mailbox_bytes
+from slipstream_kernels.comm.cuda.rank_sum import RankSum, Way, clear_mailbox, mailbox_bytes
 
 MAX_BYTES = 1 << 18
 SHORT, PARTS = Way(1 << 13), Way(MAX_BYTES, in_parts=True)
@@ -27,7 +29,9 @@ def make_ranks(
 ) -> tuple[list[RankSum], list[torch.Tensor]]:
     """The ranks, and their mailboxes, which must live as long."""
     size = mailbox_bytes(num_ranks, ways)
-    boxes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    boxes = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    for box in boxes:
+        clear_mailbox(box, num_ranks, ways)
     addresses = [box.data_ptr() for box in boxes]
     return [RankSum(rank, addresses, ways, dtype, device) for rank in range(num_ranks)], boxes
 
@@ -59,6 +63,18 @@ def test_wide_lines_begin_at_their_size() -> None:
         short = mailbox_bytes(3, [Way(most)])
         behind = mailbox_bytes(3, [Way(most), Way(240, is_wide=True)]) - mailbox_bytes(3, [Way(240, is_wide=True)])
         assert behind >= short and behind % 128 == 0
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_cleared_mailbox_has_no_number_of_a_sum(ways: str) -> None:
+    """Whatever the number, also of sum 2^32, which is 0: what side 0 holds is odd, what side 1 holds is even."""
+    size = mailbox_bytes(3, WAYS[ways])
+    mailbox = torch.full((size,), 0xAB, dtype=torch.uint8)
+    clear_mailbox(mailbox, 3, WAYS[ways])
+    short = mailbox_bytes(3, [way for way in WAYS[ways] if not way.is_wide])
+    for lines in (mailbox[:short], mailbox[short:]):
+        even_sums, odd_sums = lines.view(torch.int32).view(2, -1)
+        assert bool((even_sums % 2 == 1).all()) and bool((odd_sums % 2 == 0).all())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -97,6 +113,24 @@ def test_every_rank_has_the_sum(hopper: torch.device, ways: str, num_ranks: int,
             expected = expected + part.float()
         assert all(torch.equal(total, expected.to(dtype)) for total in found)
     assert len(boxes) == num_ranks
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_sum_whose_number_is_zero_again(hopper: torch.device, ways: str) -> None:
+    """The first rank waits for the second, though no sum before has written the lines that it reads."""
+    ranks, _boxes = make_ranks(2, torch.bfloat16, hopper, WAYS[ways])
+    parts = [torch.full((MAX_BYTES // 2,), value, dtype=torch.bfloat16, device=hopper) for value in (1.0, 2.0)]
+    streams, totals = [torch.cuda.Stream() for _ in ranks], []
+    for one in ranks:
+        one._counters[0] = -1  # so many sums, modulo 2^32, have been
+    torch.cuda.synchronize()
+    for one, part, stream in zip(ranks, parts, streams):
+        with torch.cuda.stream(stream):
+            totals.append(one(part))
+        time.sleep(0.05)  # the first is well under way before the second begins
+    torch.cuda.synchronize()
+    assert all(bool((total == 3).all()) for total in totals)
+    assert [int(one._counters[0]) for one in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("ways", ["short, in parts", "short, wide, in parts"])

@@ -61,7 +61,7 @@ class SymmetricSum:
         self._buffer: Tensor = symmetric.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
         mailbox_bytes = rank_sum.mailbox_bytes(num_ranks, self._ways)
         self._mailbox: Tensor = symmetric.empty(mailbox_bytes, dtype=torch.uint8, device=device)
-        self._mailbox.zero_()
+        rank_sum.clear_mailbox(self._mailbox, num_ranks, self._ways)
         torch.cuda.synchronize(device)  # before another rank learns where it is
         self._mailboxes: list[int] = []
         self.own: RankSum | None = None  # our own kernel, if all ranks have it

@@ -91,6 +91,20 @@ def mailbox_bytes(num_ranks: int, ways: Sequence[Way]) -> int:
     return 2 * UNIT_BYTES * sum(_sides(num_ranks, ways))
 
 
+def clear_mailbox(mailbox: torch.Tensor, num_ranks: int, ways: Sequence[Way]) -> None:
+    """Fill a mailbox, bytes [mailbox_bytes], with lines that no sum takes for its own.
+
+    Sums of even numbers read side 0 and those of odd ones side 1, so a line that was never written holds a number of
+    the other kind.  Zeros alone would be lines of sum 2^32, whose number is 0 again: it comes after days.
+    """
+    words, first = mailbox.view(torch.int32), 0
+    for units in _sides(num_ranks, ways):
+        size = units * UNIT_BYTES // words.itemsize
+        for side in (0, 1):
+            words[first : first + size].fill_(1 - side)
+            first += size
+
+
 def _sides(num_ranks: int, ways: Iterable[Way]) -> tuple[int, int]:
     """Units of a side of the mailbox of short lines and of that of wide ones, behind it."""
     sizes = [(way.is_wide, way.side_units(num_ranks)) for way in ways]
@@ -106,8 +120,8 @@ class RankSum:
     def __init__(
         self, rank: int, mailboxes: Sequence[int], ways: Sequence[Way], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """mailboxes: address of each rank's, as `device` sees it, a multiple of LINE_BYTES: mailbox_bytes, zero before
-        any rank's first sum.  Raises KernelBuildError where `refusal` gives a reason."""
+        """mailboxes: address of each rank's, as `device` sees it, a multiple of LINE_BYTES: mailbox_bytes, cleared by
+        clear_mailbox before any rank's first sum.  Raises KernelBuildError where `refusal` gives a reason."""
         self.ways, self._dtype, self._device = tuple(ways), dtype, device
         self._rank, self._num_ranks = rank, len(mailboxes)
         self._sides = _sides(self._num_ranks, ways)

@@ -3,7 +3,9 @@
 // A rank stores what it has into the mailboxes of the others, in lines that hold the number of the sum beside the data: a
 // reader that finds its number has the data too, so no barrier is waited for. Every rank sums all, after one trip over the
 // links, or its part, which it then stores into the others' mailboxes: two trips, of less.
-// Lines of two sums alternate, wherever they lie: earlier ones hold other numbers. A rank that has begun sum n + 2 has
+// Lines of two sums alternate, wherever they lie: earlier ones hold other numbers. Numbers have 32 bits and begin again, after
+// days: lines that were never written hold a number of the other side's kind (clear_mailbox), and a line of the sum 2^32
+// before would have to be untouched since, and read by just this sum. A rank that has begun sum n + 2 has
 // ended n + 1, for which it had data that needs all ranks to have begun it, which had all ended n: nobody reads the
 // lines that it writes over. Lines of either size have a mailbox of their own: where one has its number, the other has data.
 // Added in the order of ranks, in fp32, so that every rank has the same bits. Built once per SLIPSTREAM_TYPE.
