@@ -232,7 +232,7 @@ def banner(address: Address, repository: Path) -> str:
     http = f"http://{address.http_url}"
     num_tokens = 64 if prompt == CODE_PROMPT else 25
     body = f"""'{{"text_input": "{prompt}", "max_tokens": {num_tokens}, "temperature": 0}}'"""
-    code = " --code" if prompt == CODE_PROMPT else ""
+    talk = "python client_examples/chat.py --code" if prompt == CODE_PROMPT else "slipstream chat"
     streaming = body.replace("}'", ', "stream": true}\'')
     return f"""
   gRPC {address.grpc_url}   HTTP {http}   metrics {metrics}   (Ctrl-C stops)
@@ -241,7 +241,7 @@ def banner(address: Address, repository: Path) -> str:
   curl -s  {http}/v2/models/llm/generate -d {body}
   curl -sN {http}/v2/models/llm/generate_stream -d {streaming}
   .venv/bin/python client_examples/stream.py --url {address.grpc_url}
-  .venv/bin/python client_examples/chat.py --url {address.grpc_url}{code}
+  .venv/bin/{talk} --url {address.grpc_url}
   .venv/bin/slipstream serve-openai {gateway}
 """
 
