@@ -23,7 +23,7 @@ class EngineDirectory {
   // Whether they do or are about to: a later engine serves.
   bool has_successor(const Engine* engine);
 
-  // Of the engines that share this one's model, itself included: whether any has a request, was ever handed one.
+  // Whether any engine of this one's model, itself included, has a request, and whether any was ever handed one.
   bool has_requests(const Engine* engine);
   bool was_asked(const Engine* engine);
   // Whether one of these serves, or one of another version of the model: an unload, which is of all versions, would end

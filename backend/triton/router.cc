@@ -10,7 +10,7 @@
 namespace slipstream {
 namespace {
 
-// Of this process: else a client could choose prompts whose hashes meet, and have others' requests sent to one replica.
+// Drawn once per process: else a client could choose prompts whose hashes collide, and steer requests to one replica.
 uint64_t secret() {
   static const uint64_t drawn = [] {
     uint64_t value = 0x9e3779b97f4a7c15u;

@@ -75,7 +75,7 @@ class Router {
     KnownBlocks known;
     uint64_t last_sent = 0;  // the number of that request
   };
-  // Of each replica, for this prompt.
+  // What each replica knows of this prompt.
   std::vector<KnownPart> find(const PromptBlocks& prompt) const;
 
   const size_t load_slack_;

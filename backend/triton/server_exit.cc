@@ -29,7 +29,7 @@ bool is_tritonserver() {
   return file.substr(file.rfind('/') + 1) == "tritonserver";
 }
 
-// Of the library that this address belongs to.
+// The base address of the library that contains this address.
 const void* base_of(const void* address) {
   Dl_info found{};
   return dladdr(address, &found) != 0 ? found.dli_fbase : nullptr;

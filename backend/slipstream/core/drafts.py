@@ -25,7 +25,7 @@ def row_depths(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
 
 
 def max_depth(parents: Sequence[int], num_drafts: int) -> int:
-    """Of the deepest draft; 0 without drafts."""
+    """The depth of the deepest draft: 1 for the first level, 0 without drafts."""
     return max(row_depths(parents, num_drafts)) if parents else num_drafts
 
 

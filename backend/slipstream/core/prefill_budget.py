@@ -19,8 +19,8 @@ from slipstream.core.layered_prefill import LayeredPrefill
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 
-# Chunks of fewer tokens read all weights and keys for a few rows. Of a 32k context 64 rows take longer than 128, which
-# get another kernel (docs/measurements/attention.md).
+# Chunks of fewer tokens read all weights and keys for a few rows. Behind a context of 32k, 64 rows take longer than
+# 128, which another kernel computes (docs/measurements/attention.md).
 MIN_CHUNK = 128
 # Without a setting: what a step with decodes and prompts takes, and at least so many times a step of decodes alone, so
 # that prompts get two thirds of the time however many requests decode.

@@ -55,7 +55,7 @@ def bytes_by_field(request: Request) -> dict[str, int]:
 
 
 def logprob_bytes(num_positions: int, num_alternatives: int) -> int:
-    """Of positions that have their token's log-probability and so many more, until they are sent."""
+    """Host bytes of log-probabilities that wait to be sent: per position the token's own and num_alternatives more."""
     return num_positions * (_POSITION_BYTES + _LOGPROB_BYTES * (1 + num_alternatives))
 
 

@@ -35,7 +35,7 @@ from slipstream.worker.null_worker import NullWorker
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.worker import ModelWorker
 
-# Of prefixes from host memory, a step beside other streams, which wait for them: 5 to 10 ms by PCIe.
+# Prefixes that a step loads from host memory at most while other requests decode, which wait: 5 to 10 ms by PCIe.
 MIXED_LOAD_BYTES = 256 << 20
 
 T = TypeVar("T")

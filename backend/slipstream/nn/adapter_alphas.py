@@ -41,7 +41,7 @@ def are_patterns(patterns: object) -> bool:
 
 
 def alphas_of(config: Mapping[str, Any], modules: Sequence[str]) -> list[float]:
-    """Of each module, by the first pattern that matches the end of its name. Raises ValueError with a reason."""
+    """The alpha of each module: the first pattern that matches the end of its name. Raises ValueError with a reason."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
     alphas = [*patterns.values(), config.get("lora_alpha", DEFAULT_ALPHA)]  # -1: no pattern
     return [float(alphas[at]) for at in _first_matches(list(patterns), modules)]

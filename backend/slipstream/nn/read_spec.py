@@ -1,6 +1,6 @@
 """read_spec: the description of a checkpoint folder, by the family of its architecture. Reads no weights.
 
-Of the weight files it reads headers alone, for a dtype that config.json does not state.
+It reads the headers of weight files for a dtype that config.json does not state.
 """
 
 from __future__ import annotations

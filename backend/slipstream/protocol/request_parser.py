@@ -175,7 +175,7 @@ class _ResponseEntries:
 
     @property
     def logprob_bytes(self) -> int:
-        """Of the log-probabilities of its tokens until it is sent."""
+        """Host bytes of its tokens' log-probabilities until they are sent."""
         return 0 if self.num_logprobs is None else logprob_bytes(self.params.n * self.num_new, self.num_logprobs)
 
     @property

@@ -203,7 +203,7 @@ def _share(part: int, whole: int) -> Encoded:
     return _scalar("f", part / whole if whole else 0.0)
 
 
-# Of the accepted and the drafted tokens of a response's sequences.
+# Outputs made of the numbers of accepted and of drafted tokens of a response's sequences.
 _OF_DRAFTS: dict[str, Callable[[int, int], Encoded]] = {
     "acceptance_rate": _share,
     "total_accepted_draft_tokens": lambda accepted, drafted: _scalar("i", accepted),

@@ -16,8 +16,8 @@ from slipstream.server.model_tokenizer import ModelTokenizer
 from slipstream.server.sse import Written, to_bytes
 
 _PART_CHARS = 64 << 10
-# Of two entries, as the engine writes them. In a token's text the quotation mark has a backslash, and behind one that
-# ends a text is no digit.
+# The border of two entries, as the engine writes them. A quotation mark in a token's text has a backslash, and one that
+# ends a text has no digit behind it.
 _BORDER = re.compile(r'(?<=\}\}), (?=\{"\d)')
 Entry = dict[str, dict[str, Any]]  # token id -> logprob, rank, decoded_token; the chosen token first
 

@@ -24,7 +24,7 @@ from slipstream.server.triton import GRACE_S, GenerateStream
 
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-# Of a response whose event is made on the event loop: 4,096 tokens may come at once, with 20 log-probabilities each.
+# Larger responses become events off the event loop: 4,096 tokens may come at once, with 20 log-probabilities each.
 MAX_EVENT_BYTES = 64 << 10
 
 

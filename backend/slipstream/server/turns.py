@@ -23,7 +23,7 @@ class Turns:
 
 
 class Turn:
-    """Of the request that may be read now. It lasts until end(); the next one begins as long behind it again."""
+    """The turn of the request that may be read now, until end(); the next one begins as long after it as it took."""
 
     def __init__(self, lock: asyncio.Lock) -> None:
         self._lock, self._is_over = lock, False

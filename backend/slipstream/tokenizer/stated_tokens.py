@@ -34,8 +34,8 @@ class StatedTokens:
 
     def put_around(self, backend: Tokenizer) -> None:
         """Replace what tokenizer.json puts around a text, if a tokenizer of Llama's kind states add_bos_token or
-        add_eos_token: DeepSeek-V3, R1 and the models distilled from it have their first token here alone. Of the two,
-        what is not stated stays as tokenizer.json has it.
+        add_eos_token: DeepSeek-V3, R1 and the models distilled from it have their first token here alone. The one
+        that is not stated stays as tokenizer.json has it.
 
         Raises ConfigError for a value that is neither true nor false and for a token that the vocabulary lacks.
         """

@@ -267,7 +267,7 @@ class StepGraphs(Generic[Shape]):
 
 
 class _Bytes:
-    """Of a storage on the device, as torch.as_tensor takes them without owning them."""
+    """The bytes of a storage on the device, in a form that torch.as_tensor views without owning them."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         data, shape = (storage.data_ptr(), False), (storage.nbytes(),)

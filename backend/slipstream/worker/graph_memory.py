@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InputSizes:
-    """Of the static tensors that graphs of these shapes read. num_columns: values of 64 bits of a token."""
+    """Sizes of the static tensors that graphs of these shapes read. num_columns: 64-bit values per token."""
 
     num_tokens: int
     num_requests: int
@@ -48,13 +48,12 @@ class InputSizes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of what one copy brings, without block tables: starts and lengths of requests and the tables' size are of 32
-        bits."""
+        """What one copy brings without block tables; starts, lengths and the tables' size have 32 bits."""
         return self.num_words * 8 + (2 * self.num_requests + 3) * 4
 
     @property
     def arriving_bytes(self) -> int:
-        """Of all that one copy brings."""
+        """All that one copy brings."""
         return self.fixed_bytes + self.tables_bytes
 
     @property
@@ -73,8 +72,8 @@ class GraphMemory:
 
 
 def num_graph_sets(parallel: Parallel) -> int:
-    """Of a rank: the first of several stages reads a step's tensors again when it is finished, and has as many steps
-    underway as there are stages."""
+    """Sets of graphs that a rank captures: the first of several stages has one for each step under way, one per stage,
+    because it reads a step's tensors again when the step returns."""
     return parallel.num_stages if parallel.stage == 0 else 1
 
 

@@ -299,7 +299,7 @@ class LayerShape(PromptShape):
 
 
 def layer_shapes(decode_sizes: Sequence[int], spec: DecoderSpec, max_model_len: int) -> list[LayerShape]:
-    """Of each layer, beside decode graphs of these sizes; none where no chunk goes through layers by themselves."""
+    """The graphs of single layers, beside decode graphs of these sizes; none where no prompt goes layer by layer."""
     if not (decode_sizes and may_be_layered(max_model_len, spec.attention_parity)):
         return []
     return [LayerShape(MIN_CHUNK, 0, 1, layer) for layer in range(spec.num_layers)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Pairs = Sequence[tuple[int, int]]  # (device block, host block)
 # Blocks travel in chunks of about so many bytes: bounds the memory beside the pool, and fills the bus.
 CHUNK_BYTES = 64 << 20
-# Chunks on the device, each in its buffer. Of stores there are more, as their step does not need them any more.
+# Chunks on the device, each in its buffer. Stores have more: no step waits for them.
 NUM_STORE_BUFFERS, NUM_LOAD_BUFFERS = 4, 2
 
 

@@ -145,8 +145,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _time_steps(self, plan: MemoryPlan) -> StepTimes:
-        """Of decodes and verifications in graphs, which stages have not; verifications that a larger graph serves
-        faster are dropped."""
+        """The times of decodes and verifications in graphs, without those that a larger graph serves faster. Stages
+        time none."""
         if self._stage is not None:
             return NO_TIMES
         times = self._parallel.decide(
@@ -266,8 +266,8 @@ class ModelRunner:
     def _draw_tokens(
         self, running: RunningStep, sampling: list[RequestState], masks: GrammarMasks | None
     ) -> PendingTokens:
-        """Of a step without drafts. Requests that draw by themselves need nothing behind a graph that has drawn, and
-        plain ones nothing but logits behind others."""
+        """The tokens of a step without drafts. Requests that draw by themselves need nothing behind a graph that has
+        drawn, and plain ones nothing but logits behind others."""
         tensors, count = running.tensors, len(sampling)
         by_themselves = running.all_plain or self._sampler.draw_by_themselves(sampling)
         drawn = self._drawn.first(count) if tensors.is_drawn else None
@@ -286,7 +286,7 @@ class ModelRunner:
         return self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, drawn=drawn)
 
     def _logits(self, running: RunningStep, is_whole: bool, count: int) -> torch.Tensor:
-        """Of the `count` rows that sample. is_whole: these are all rows of the step."""
+        """Logits of the `count` rows that sample. is_whole: these are all rows of the step."""
         hidden, tensors = running.hidden, running.tensors
         if is_whole:
             hidden = hidden[:count]

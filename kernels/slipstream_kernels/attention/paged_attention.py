@@ -12,7 +12,7 @@ from slipstream_kernels.select import require_float, require_shape, select, sele
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
 # Calls of longer queries than decode and draft rows go to the CUDA kernel, where it can run.
 SHORT_QUERY_LEN = 16
-# Of heads whose queries may be rounded to e4m3: a row of 128 bytes is what the tensor cores' operands are swizzled by.
+# Heads of this size may have queries rounded to e4m3: tensor core operands are swizzled in rows of 128 bytes.
 FP8_QUERY_HEAD_DIM = 128
 
 

@@ -1,6 +1,6 @@
 """The order of int8 weights beside 16-bit rows in a Hopper GPU's memory: what repack_int8 makes there, and back.
 
-Rows stay rows.  Of every 16 columns the order is 0 8 1 9, 2 10 3 11, 4 12 5 13, 6 14 7 15: the four bytes that a lane
+Rows stay rows.  Every 16 columns have the order 0 8 1 9, 2 10 3 11, 4 12 5 13, 6 14 7 15: the four bytes that a lane
 takes of a row for a product of 16 columns are a word, whose even and odd bytes are its two operands.  Words are kept as
 int32, which tells repacked weights from plain ones.
 """

@@ -150,7 +150,7 @@ _SWAP_AB_OF_FP8_BLOCKS = Use(
     ),
 )
 # Above 1,024 rows a fifth tile of tokens costs more than writing weights out: 1,200 tokens of 8B 34.0 ms and 33.0.
-# Of few rows, wide outputs are mixed_gemm's: 28672 x 4096 at 96 rows 53 us and 59, 57344 x 8192 at 112 202 and 214.
+# Few rows with wide outputs are mixed_gemm's: 28672 x 4096 at 96 rows 53 us and 59, 57344 x 8192 at 112 202 and 214.
 _STREAM_OF_W4A16 = Use(
     "stream_w4a16",
     (

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Of each row, [num_rows], or None (no row uses it).
+    """How each row is sampled: tensors [num_rows], or None (no row uses it).
 
     temperature: fp32, 0 = greedy (highest logit, lowest id among equals); None = all rows greedy.
     top_k: int32, <= 0 off.  top_p: fp32, >= 1 off.  min_p: fp32, <= 0 off (share of the most likely token's
@@ -27,6 +27,6 @@ class SamplingMetadata:
         return self.top_k, self.top_p, self.min_p
 
     def of_rows(self, rows: torch.Tensor) -> SamplingMetadata:
-        """Of some rows, by number."""
+        """The metadata of some rows, by number."""
         columns = (self.temperature, *self.filters)
         return SamplingMetadata(*(None if column is None else column[rows] for column in columns))

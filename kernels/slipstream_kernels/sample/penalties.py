@@ -10,7 +10,7 @@ from slipstream_kernels.select import require_shape, require_unit_stride, select
 
 
 class Penalties(NamedTuple):
-    """Of each row, [num_rows] fp32, or None (no row uses it); 1, 0 and 0 leave a row alone."""
+    """Penalties of each row, [num_rows] fp32, or None (no row uses it); 1, 0 and 0 leave a row alone."""
 
     repetition: torch.Tensor | None = None
     presence: torch.Tensor | None = None

@@ -1,8 +1,8 @@
 """triton.jit for kernels whose arguments change from step to step.
 
 Triton-lang compiles a kernel once more for an integer that is 1, or that 16 divides, and for a pointer that 16 divides.
-Of an argument that a step decides this would happen in the middle of serving, and take the better part of a second in
-which no request gets a token.
+For an argument that changes from step to step this would happen in the middle of serving, and take the better part of
+a second in which no request gets a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTEGERS = frozenset({
     "rows_per_level", "blocks_of_request", "table_stride", "table_width", "x_scales_stride", "history_stride", "first",
     "most", "group_stride",
 })  # fmt: skip
-# Of a number for each token or request, which may begin anywhere in a step's tensors.
+# Tensors with a number for each token or request, which may begin anywhere in a step's tensors.
 POINTERS = frozenset({
     "positions_ptr", "slot_mapping_ptr", "tables_ptr", "query_start_loc_ptr", "seq_lens_ptr", "tree_mask_ptr",
     "key_start_loc_ptr", "key_lens_ptr", "first_ptr", "lens_ptr", "starts_ptr", "token_ids_ptr", "slots_ptr",

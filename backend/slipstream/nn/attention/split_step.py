@@ -90,7 +90,7 @@ def decode_rows(batch: ForwardBatch) -> Rows | None:
 
 
 def last_metadata(batch: ForwardBatch) -> ops.AttentionMetadata:
-    """Of the last rows of the requests of which logits are wanted, one each, as batch.logits_indices picks them.
+    """The metadata of the rows that batch.logits_indices picks: the last row of each request whose logits are wanted.
 
     Their prefixes are not settled: their requests may have other rows in this step.
     """

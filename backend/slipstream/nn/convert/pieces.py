@@ -68,7 +68,7 @@ def _normalizers(pieces: Pieces) -> list[Any]:
 
 
 def _own_tokens(pieces: Pieces) -> list[AddedToken]:
-    """Pieces that a text is never split inside. Of a control piece no text is made, and no text makes it."""
+    """Pieces that a text is never split inside. A control piece stands for no text, and no text becomes one."""
     return [
         AddedToken(text, special=kind == CONTROL, normalized=MARK in text and not pieces.has_prefix)
         for text, kind in zip(pieces.texts, pieces.kinds)

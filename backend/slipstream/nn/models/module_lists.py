@@ -107,7 +107,7 @@ _FEW = 8  # names that are searched for in each module sooner than its parts are
 
 
 class _Entries:
-    """Of one spelling of names."""
+    """The entries of a list that spell module names in one way."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         self._patterns: list[Callable[[str], bool]] = []
@@ -132,7 +132,7 @@ class _Entries:
         return any(".".join(parts[start:stop]) in self._names for start, stop in runs)
 
 
-# Of names and globs none has these.
+# Names and globs have none of these.
 _ONLY_EXPRESSION = re.compile(r"^\.\*|[\\^$|()\[\]{}+?]")
 _FLAGS = re.compile(r"\A(?:\(\?[a-zA-Z]+\))+")  # of a whole expression
 _REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")

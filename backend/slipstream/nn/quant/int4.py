@@ -35,8 +35,8 @@ GROUP_OF_COLUMN, ORDER, OWN_COLUMNS = "group_of_column", "order", "own_columns"
 class Int4(QuantMethod):
     """stored: the layout of a 4-bit checkpoint; None: the checkpoint is not quantised. group_size 0: one group a row.
 
-    weights: "packed", "scales" and "zeros" if stored as ops.Int4Weight has them, "bias" if any. Of act-order
-    checkpoints "order" too: the input features, sorted by group, as they stand in "packed"; of experts a row each.
+    weights: "packed", "scales" and "zeros" if stored as ops.Int4Weight has them, "bias" if any. Act-order
+    checkpoints have "order" too: the input features, sorted by group, as they stand in "packed"; a row per expert.
     """
 
     fp8_inputs: bool = False

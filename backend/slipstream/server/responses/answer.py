@@ -18,7 +18,7 @@ from slipstream.server.tools.arguments import read_arguments
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse
 
-# Of a random id: who knows it may read the kept answer, so it is not the request's, which a client may choose.
+# An id is random, as it gives access to the kept answer; the request's id would not do: a client may choose it.
 _ID_BYTES = 16
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}

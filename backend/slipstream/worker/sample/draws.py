@@ -28,7 +28,7 @@ class Draws(NamedTuple):
 
 
 def draws_of(requests: Sequence[RequestState], device: torch.device) -> Draws:
-    """Of a row of each request. Filters that no row uses are None, so that the kernel skips them. One copy."""
+    """One row per request. Filters that no row uses are None, so that the kernel skips them. One copy to the device."""
     return _packed([request.draw for request in requests], device)
 
 
@@ -65,7 +65,7 @@ class StaticDraws:
         self.num_bytes = len(target)
 
     def first(self, count: int) -> Draws:
-        """Of the first `count` rows."""
+        """The first `count` rows."""
         draws = self._views.get(count)
         if draws is None:
             seeds, *others = (self._tensors[name][:count] for name in _fields())

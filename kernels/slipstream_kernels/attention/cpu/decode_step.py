@@ -68,7 +68,7 @@ class CpuDecodeStep:
         return q.contiguous()
 
     def attend(self, q: torch.Tensor, cache: KvCache, options: AttentionOptions) -> torch.Tensor:
-        """As ops.paged_attention: [num_requests, num_q_heads, head_dim].  Of the options, scale and window alone."""
+        """As ops.paged_attention: [num_requests, num_q_heads, head_dim].  Takes scale and window of the options."""
         pieces, masks = self._pieces_of(cache), self._masks_of(cache, options.sliding_window)
         if len(pieces) == 1:
             return _attend(q, pieces[0], masks[0], cache, options.scale)

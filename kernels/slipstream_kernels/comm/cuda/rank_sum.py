@@ -73,7 +73,7 @@ class Way:
         return -(-self.units(num_bytes) // (num_ranks * WARP)) * WARP if self.in_parts else 0
 
     def side_units(self, num_ranks: int) -> int:
-        """Of a mailbox, for one sum of whatever size."""
+        """Units of one side of a mailbox: what a sum of any size takes."""
         part, units = self.part(self.most_bytes, num_ranks), self.units(self.most_bytes)
         return num_ranks * part + units if self.in_parts else num_ranks * units
 
@@ -134,7 +134,7 @@ class RankSum:
 
     @property
     def max_bytes(self) -> int:
-        """Of the largest tensor."""
+        """Bytes of the largest tensor."""
         return max((way.most_bytes for way in self.ways), default=0)
 
     def takes(self, tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
-// The end of a segment of a streaming product: a whole tile's sums are scaled, biased, transposed and written. Those of a part of a tile's
-// chunks go to a slot in global memory; CTAs that see all slots of a tile written add them, part by part, in the order of
-// the chunks, so that the result is the same in every run.
+// The end of a segment of a streaming product. The sums of a whole tile are scaled, biased, transposed and written. Those of a
+// part of a tile's chunks go to a slot in global memory; CTAs that see all slots of a tile written add them, part by part, in
+// the order of the chunks, so that the result is the same in every run.
 //
-// Nobody depends on another CTA that may not run yet: whoever writes the last slot of a tile adds all parts that are left.
+// No CTA depends on another one that may not run yet: the one that writes the last slot of a tile adds all parts that are left.
 // Others that have nothing more to do wait for that moment, but not for ever, and take parts, too.
 // Counters of a tile: slots written; parts taken; CTAs that will not look at these again, the last of whom zeroes
 // all three.
@@ -219,7 +219,7 @@ struct StreamEpilogue {
     return {out, stride, unit < tile.end ? p.num_tokens - token : 0, tile.first_token};
   }
 
-  // 16 weight rows (a warp's unit) of 8 tokens. Of a token, lanes have neighbouring outputs 2 q and 2 q + 1 of each eight.
+  // 16 weight rows (a warp's unit) of 8 tokens. Lane q of a token's four has outputs 2 q and 2 q + 1 of each eight.
   // Two lanes exchange them, so that each has four of one eight: four lanes write the 32 bytes of a sector at once.
   __device__ __forceinline__ void finish(const Output& output, int group, float (&v)[4]) const {
     scale(output.first_token + 8 * group, v);
@@ -229,7 +229,7 @@ struct StreamEpilogue {
     if (output.tokens_left > 0) store_global_8(output.of_lane, is_odd ? received : low, is_odd ? high : received);
   }
 
-  // Of eight tokens.
+  // Scales the sums of eight tokens.
   __device__ __forceinline__ void scale(int first_token, float (&v)[4]) const {
     if constexpr (SHAPE::kHasTokenScales) {
       const uint2 scales = load_shared_8(memory.token_scales() + 4 * (first_token + threadIdx.x % 4 * 2));

@@ -140,7 +140,7 @@ struct RankUnits {
     }
   }
 
-  // Of this rank and of what the others have stored for it at `place`, `stride` units of each rank.
+  // Sums what this rank has and what the others have stored for it at `place`, `stride` units of each rank.
   template <typename T>
   __device__ __forceinline__ void sum(int64_t i, int64_t place, int64_t stride, uint2 (&data)[kPacks]) const {
     Pack<T> sums[kPacks];
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kSumThreads) rank_sum_kernel(const RankSumPara
   end_sum(p, number);
 }
 
-// Of a side the first num_ranks * part units are what ranks have of one's part, the others are sums. A part is a multiple of a
-// warp's units.
+// The first num_ranks * part units of a side are what each rank has of the receiver's part; the others are sums. A part is a
+// multiple of a warp's units.
 template <typename T, typename LINES>
 __global__ void __launch_bounds__(kSumThreads) rank_sum_parts_kernel(const RankSumParams p) {
   start_dependents();

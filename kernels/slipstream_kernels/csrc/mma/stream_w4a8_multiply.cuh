@@ -20,7 +20,7 @@ struct StreamW4A8Consumer {
   static constexpr int kGroups = SHAPE::kGroupsOfChunk, kPhases = 2, kSteps = 2;   // of a chunk; of a phase
   using Sums = StreamSums<SHAPE>;
 
-  // Of rows l / 4 and l / 4 + 8 and a group.
+  // Scales and zero points of rows l / 4 and l / 4 + 8 for a group.
   struct RowScales {
     float scale[2], bias[2];
 

@@ -7,8 +7,8 @@
 
 namespace slipstream {
 
-// What a lane has of a slab of a unit. Of rows l / 4 (x) and 8 further (y), of each 32 features those at 4 (l % 4) and 16
-// further are a word (int4_layout.py). Odd rows have the two words of a row in the other order, so that a half-warp's
+// What a lane has of a slab of a unit. A word has the features at 4 (l % 4) and 16 further of each 32, for row l / 4 (x) and the
+// row 8 further (y) (int4_layout.py). Odd rows have the two words of a row in the other order, so that a half-warp's
 // stores touch all banks.
 template <typename SHAPE>
 struct StreamW4A16Codes {

@@ -53,7 +53,7 @@ struct StreamW4A8Producer {
   }
 
  private:
-  // Of the 128 tokens that the tile's are among.
+  // Sums of activations lie together for 128 tokens, among which are the tile's.
   __device__ __forceinline__ void copy_sums(int stage, const StreamTile& tile, int chunk) const {
     constexpr int kGroups = SHAPE::kGroupsOfChunk;
     const int64_t group = int64_t{tile.first_token / 128} * (p.in_features / 128) * kGroups + chunk * kGroups;

@@ -56,7 +56,7 @@ def split_workspace(
     """
     if not plan.is_split:
         return None, None
-    # Of the caching allocator: each stream, and each pool of graphs, has its own.
+    # From the caching allocator: each stream, and each pool of graphs, has its own.
     partial_sums = torch.empty(2 * plan.num_ctas * plan.slot_floats, device=device)
     if counters is None:
         counters = torch.zeros(TILE_COUNTERS * plan.num_tiles, dtype=torch.int32, device=device)
