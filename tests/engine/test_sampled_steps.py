@@ -20,7 +20,7 @@ from slipstream.worker.launched_step import RunningStep
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.draws import StaticDraws, draws_of
-from slipstream.worker.sample.sampler import PendingTokens, Sampler
+from slipstream.worker.sample.sampler import PendingTokens, RowContext, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream_kernels import ops
 from tiny_model import make_tiny_llama
@@ -213,9 +213,10 @@ def test_only_what_is_edited_is_copied_to_fp32(monkeypatch: pytest.MonkeyPatch) 
     plain = drawn([0, 1, 3, 4])
     assert seen == [(4, torch.bfloat16)]
     bits = torch.tensor([[1 << 7, 0]], dtype=torch.int32).numpy()
-    mixed = drawn([0, 1, 2, 3, 4, 5], masks=GrammarMasks([5], bits))
+    masked = RowContext(masks=GrammarMasks([5], bits))
+    mixed = drawn([0, 1, 2, 3, 4, 5], context=masked)
     assert seen == [(6, torch.bfloat16), (2, torch.float32)]
     assert [mixed[row] for row in (0, 1, 3, 4)] == plain and mixed[5] == 7
     assert mixed[2] == drawn([2])[0] and seen == [(1, torch.float32)]
-    assert drawn(list(range(6)), masks=GrammarMasks([5], bits), drawn=torch.tensor(mixed)) == mixed
+    assert drawn(list(range(6)), context=masked, drawn=torch.tensor(mixed)) == mixed
     assert seen == [(2, torch.float32)], "the graph has drawn the others"

@@ -52,7 +52,7 @@ from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.named_processors import processors_of
-from slipstream.worker.sample.sampler import PendingTokens, Sampler
+from slipstream.worker.sample.sampler import PendingTokens, RowContext, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verification import DraftedRequest, drafted_requests
 from slipstream.worker.spec_decode.verifier import Verifier
@@ -283,7 +283,7 @@ class ModelRunner:
         if by_themselves:
             self._drawn.draws.load(sampling)
             return PendingTokens(self._parallel.agree(self._drawn.sample(logits, positions)))
-        return self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks, drawn=drawn)
+        return self._sampler.sample(sampling, logits, positions, RowContext(self._sampled, masks=masks), drawn=drawn)
 
     def _logits(self, running: RunningStep, is_whole: bool, count: int) -> torch.Tensor:
         """Logits of the `count` rows that sample. is_whole: these are all rows of the step."""

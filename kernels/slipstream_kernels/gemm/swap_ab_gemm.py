@@ -40,7 +40,7 @@ def swap_ab_gemm(
     require_bias(bias, weight.shape[0], x.dtype)
     require_pairs(gated, weight.shape[0])
     version = select_cuda_or_reference(
-        "gemm.swap_ab_gemm", backend, weight.is_cuda, lambda cuda: cuda.refusal(x, weight, scales, gated)
+        "gemm.swap_ab_gemm", backend, weight.is_cuda, lambda cuda: cuda.refusal(x, weight)
     )
     return version.swap_ab_gemm(x, weight, scales, bias, gated)
 

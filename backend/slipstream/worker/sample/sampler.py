@@ -122,6 +122,23 @@ class _Composition:
     asked_token_ids: torch.Tensor | None  # logprob_token_ids of these rows, padded with 0
 
 
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What the edits of a step's rows depend on beside the requests' parameters.
+
+    previous: the tokens of the step before, if the host may not know them yet; of a step of requests that nobody edits
+    a graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it. masks: of
+    rows with a grammar.
+    """
+
+    previous: SampledTokens | None = None
+    paths: Paths | None = None
+    masks: GrammarMasks | None = None
+
+
+NO_CONTEXT = RowContext()
+
+
 class Sampler:
     """One per runner; vocab_size is the width of the logits. Several ranks have the same logits, and draw the same.
 
@@ -153,20 +170,16 @@ class Sampler:
         requests: list[RequestState],
         logits: torch.Tensor,
         positions: torch.Tensor,
-        previous: SampledTokens | None = None,
-        paths: Paths | None = None,
+        context: RowContext = NO_CONTEXT,
         judge: Judge | None = None,
-        masks: GrammarMasks | None = None,
         drawn: torch.Tensor | None = None,
     ) -> PendingTokens:
         """Draw one token per row. logits: [len(requests), vocab] in the model's dtype; may be changed in place.
 
         requests: per row; a request with drafts has consecutive rows, one for its last token and one per draft.
         positions: [len(requests)] int64, of each row's own token. Log-probabilities are those of the unchanged logits.
-        previous: the tokens of the step before, if the host may not know them yet; of a step of requests that nobody
-        edits a graph may have overwritten them, and none of those has penalties. paths: per row, the drafts before it.
-        judge: may replace the drawn tokens. masks: of rows with a grammar. drawn: [len(requests)] int64, what a graph
-        has drawn from the unedited logits.
+        judge: may replace the drawn tokens. drawn: [len(requests)] int64, what a graph has drawn from the unedited
+        logits.
         """
         rows = self._compose(requests, judge is not None)
         original = logits[rows.logprob_rows].float() if rows.with_logprobs else None  # a copy, before the edits
@@ -176,7 +189,7 @@ class Sampler:
             token_ids = _draw(logits, rows.draws, positions)
         if edited is not None:
             scores = (logits if edited.are_all else logits[edited.row_of]).float()
-            report = self._edit(scores, edited, previous, edited.of(paths), masks)
+            report = self._edit(scores, edited, context)
             own = _draw(scores, edited.draws, positions if edited.are_all else positions[edited.row_of])
             if judge is not None:
                 assert edited.draws is not None, "greedy rows are not judged"
@@ -286,21 +299,14 @@ class Sampler:
             frequency=self._floats([p.frequency_penalty for p in params]),
         )
 
-    def _edit(
-        self,
-        logits: torch.Tensor,
-        edited: _EditedRows,
-        previous: SampledTokens | None,
-        paths: Paths | None,
-        masks: GrammarMasks | None,
-    ) -> ProcessorReport | None:
+    def _edit(self, logits: torch.Tensor, edited: _EditedRows, context: RowContext) -> ProcessorReport | None:
         """Apply penalties, then the operator's processors, then biases and bans, then grammar masks, each to its rows
-        only, in place. logits, paths: of the edited rows; masks: by rows of the step, as the report is."""
-        requests = edited.requests
+        only, in place. logits: of the edited rows. The context and the report count rows of the step."""
+        requests, paths, masks = edited.requests, edited.of(context.paths), context.masks
         if edited.penalised:
             penalised = [requests[row] for row in edited.penalised]
             penalised_paths = [paths[row] for row in edited.penalised] if paths else None
-            for piece, history, num_tokens in self._history.read(penalised, previous, penalised_paths):
+            for piece, history, num_tokens in self._history.read(penalised, context.previous, penalised_paths):
                 part = logits[edited.penalised_rows[piece]]  # a copy
                 lengths = edited.prompt_lens[piece], self._ints(num_tokens, torch.int32)
                 ops.apply_penalties(part, history, *lengths, edited.penalties.of(piece))

@@ -35,7 +35,7 @@ class NgramIndex:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
-        self._size = min(2, longest)  # of the n-grams whose places are chained
+        self._size = min(_CHAINED, longest)
         self._shift = 1 << 32 if self._size > 1 else 0
         self._last: dict[int, int] = {}
         self._previous: list[int] = []  # by place

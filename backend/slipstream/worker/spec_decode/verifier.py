@@ -24,7 +24,7 @@ from slipstream.worker.kv_cache import Compaction
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
-from slipstream.worker.sample.sampler import PendingTokens, Sampler
+from slipstream.worker.sample.sampler import PendingTokens, RowContext, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verification import DraftedRequest, Verification
 from slipstream.worker.spec_decode.warm_up import warm_up_acceptance
@@ -95,15 +95,9 @@ class Verifier:
         if not drafted:
             tokens = PendingTokens(ops.greedy(logits))
         else:
-            tokens = self._sampler.sample(
-                verification.states,
-                logits,
-                batch.positions[rows],
-                previous,
-                paths=None if is_ahead else verification.paths,
-                judge=verification.judge if verification.needs_judge else None,
-                masks=masks,
-            )
+            context = RowContext(previous, None if is_ahead else verification.paths, masks)
+            judge = verification.judge if verification.needs_judge else None
+            tokens = self._sampler.sample(verification.states, logits, batch.positions[rows], context, judge)
         for found in (masks, tokens.processors):
             verification.bury(found.dead_rows if found is not None else (), self._device)
         verification.agree(self._model.context.parallel, self._device)

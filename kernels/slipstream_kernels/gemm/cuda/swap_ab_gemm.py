@@ -35,7 +35,7 @@ class SwapAbParams(ctypes.Structure):
     _fields_ = fields(POINTERS, STRIDES, COUNTS)
 
 
-def refusal(x: torch.Tensor | Fp8Rows, weight: torch.Tensor, scales: torch.Tensor | None, gated: bool) -> str | None:
+def refusal(x: torch.Tensor | Fp8Rows, weight: torch.Tensor) -> str | None:
     """Why this version cannot multiply these; None if it can."""
     values, num_tokens = (x.values, x.num_tokens) if isinstance(x, Fp8Rows) else (x, x.shape[0])
     if num_tokens > MAX_TOKENS:
