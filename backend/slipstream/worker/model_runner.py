@@ -39,9 +39,9 @@ from slipstream.worker.graph_shapes import (
 )
 from slipstream.worker.hardware import Hardware
 from slipstream.worker.host_copy import to_device
-from slipstream.worker.input_batch import BatchBuilder, SampledTokens, StepArrays, padding_batch
+from slipstream.worker.input_batch import BatchBuilder, SampledTokens, StepArrays
 from slipstream.worker.interface import StepInput
-from slipstream.worker.kv_cache import allocate_pool, compactions
+from slipstream.worker.kv_cache import Compaction, allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.layered_prefill import LayeredRows, LayerGraphs
@@ -49,6 +49,7 @@ from slipstream.worker.load_target import enter_device, finish_phase
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.pipeline import PipelineStage
 from slipstream.worker.prompt_rows import given_rows
+from slipstream.worker.rehearsal import Rehearsal
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.named_processors import processors_of
@@ -56,7 +57,6 @@ from slipstream.worker.sample.sampler import PendingTokens, RowContext, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verification import DraftedRequest, drafted_requests
 from slipstream.worker.spec_decode.verifier import Verifier
-from slipstream.worker.spec_decode.warm_up import padding_drafts
 from slipstream.worker.static_tensors import GraphInputs
 from slipstream.worker.warm_up import warm_up_steps
 
@@ -79,24 +79,43 @@ class ModelRunner:
         self._is_gpu = device.type == "cuda"
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._parallel = parallel = hardware.parallel
-        scales = [layer.attention.kv_scales for layer in model.own_layers]
-        groups = plan.groups.within(parallel.own_layers(spec.num_layers))
-        pool = allocate_pool(spec.of_stage(parallel).of_rank(parallel), hardware, plan, scales, groups)
-        model.kv_groups = groups.of_layers
-        self._kv_caches = pool.layers
-        of_groups = compactions(pool, groups, device)
-        self._branches: BranchMoves | None = None
-        if parallel.num_stages > 1:
-            self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, device), []
-        self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
+        self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
         self._builder = BatchBuilder(plan.block_size, tables, device, drafts.num_scratch_slots)
+        of_groups = self._allocate(plan, drafts)
         processors, max_num_seqs = processors_of(config, spec, hardware), config.scheduler.max_num_seqs
         self._sampler = Sampler(spec.vocab_size, max_num_seqs, plan.max_model_len, device, parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_rows: torch.Tensor | None = None  # of prompt graphs that compute all rows
         self._prompt_logprobs = PromptLogprobs()
-        self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
         finish_phase(phases, "KV pool", hardware)
+        capacity = self._make_graphs(config, plan, tables, drafts)
+        self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
+        self._rehearsal = Rehearsal(model, hardware, self._kv_caches, self._stage, self._builder.max_blocks)
+        self._capture(config, phases, drafts)
+        self.step_times = self._time_steps(plan) if drafts.num_drafts else NO_TIMES
+
+    def _allocate(self, plan: MemoryPlan, drafts: DraftLayout) -> list[Compaction]:
+        """Make the KV pool, and blocks in host memory. Returns how the verifier compacts each KV group: not at all with
+        stages, which move the rows themselves."""
+        model, hardware, parallel = self._model, self._hardware, self._parallel
+        scales = [layer.attention.kv_scales for layer in model.own_layers]
+        groups = plan.groups.within(parallel.own_layers(model.spec.num_layers))
+        pool = allocate_pool(model.spec.of_stage(parallel).of_rank(parallel), hardware, plan, scales, groups)
+        model.kv_groups = groups.of_layers
+        self._kv_caches = pool.layers
+        self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
+        of_groups = compactions(pool, groups, self._device)
+        self._branches: BranchMoves | None = None
+        if parallel.num_stages > 1:
+            self._branches, of_groups = BranchMoves(of_groups, drafts.has_trees, self._device), []
+        return of_groups
+
+    def _make_graphs(
+        self, config: EngineConfig, plan: MemoryPlan, tables: BlockTables, drafts: DraftLayout
+    ) -> tuple[int, int]:
+        """Make the sets of CUDA graphs, which `_capture` records. Returns the rows and requests of the largest."""
+        model, parallel, device = self._model, self._parallel, self._device
+        spec, max_num_seqs = model.spec, config.scheduler.max_num_seqs
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         if parallel.num_stages > 1 and config.speculation.loaded:  # the first drafts, but all have the same graphs
             refusal = "the model has several stages, and steps may have drafts"
@@ -107,7 +126,7 @@ class ModelRunner:
         inputs = GraphInputs(tables.max_blocks, plan.max_model_len, device, plan.groups.num_groups, drawn.token_ids)
         self._stage: PipelineStage | None = None
         if parallel.num_stages > 1:
-            self._stage = PipelineStage(model, pool.layers, parallel, partial(StepGraphs, shapes, inputs))
+            self._stage = PipelineStage(model, self._kv_caches, parallel, partial(StepGraphs, shapes, inputs))
             shapes, sizes = [], ()
         draw = self._draw if parallel.num_ranks == 1 else None  # how several ranks gather logits is not captured
         self._graphs = StepGraphs(shapes, inputs, self._run_model, draw)
@@ -120,16 +139,13 @@ class ModelRunner:
             self._adapters = AdapterRows(model, self._kv_caches, max(config.scheduler.max_num_batched_tokens, most))
             if not drafts.num_drafts:
                 self._adapters.graphs = StepGraphs(shapes, inputs, self._adapters.run)
-        capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
-        self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
-        self._capture(config, phases, drafts)
-        self.step_times = self._time_steps(plan) if drafts.num_drafts else NO_TIMES
+        return most, max(max_num_seqs, *sizes, 1)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, phases: StartUp, drafts: DraftLayout) -> None:
         self._parallel.decide(None)  # waits until every rank has loaded: one that cannot load breaks this, and no more
         self._warm_up(config)
-        self._padding_rows = self._warm_up_drafts(drafts)
+        self._padding_rows = self._rehearsal.drafts(drafts, self._verifier)
         finish_phase(phases, "warm-up", self._hardware)
         if self._device.type == "cuda":
             gc.collect()  # graphs of engines that are gone hold memory until then
@@ -366,8 +382,8 @@ class ModelRunner:
         """
         with self._model.abridged():
             for num_tokens, longest in warm_up_steps(self._max_num_tokens, config.model) if self._is_gpu else ():
-                self._rehearse(num_tokens, longest)
-        logits = self._rehearse(1, 1)
+                self._rehearsal.step(num_tokens, longest)
+        logits = self._rehearsal.step(1, 1)
         if logits is not None and config.model.load_format != "dummy" and not logits.isfinite().all():
             raise refuse_without_numbers(config.model, self._model.context.dtype)
         if self._is_gpu and self._stage is not None:
@@ -380,21 +396,3 @@ class ModelRunner:
                 if self._adapters is not None and self._adapters.graphs is not None:
                     self._adapters.graphs.warm_up()
             self._prompt_graphs.keep_launch_bound(self._parallel.any_of, self._model.abridged)
-
-    def _rehearse(self, num_tokens: int, longest: int) -> torch.Tensor | None:
-        """Logits of the first row of a step that is padding; None behind the first stage."""
-        batch = padding_batch(num_tokens, self._builder.max_blocks if self._is_gpu else 1, self._device)
-        batch = replace(batch, max_seq_len=longest)
-        hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
-        self._parallel.note(f"warm-up of {num_tokens} tokens")
-        return None if hidden is None else self._model.raw_logits(hidden[:1])
-
-    def _warm_up_drafts(self, drafts: DraftLayout) -> list[ComputedRows]:
-        """Compile what steps with drafts run, in CUDA graphs or without. All stages and ranks take part; returns the
-        rows of the first stage's."""
-        found = []
-        for batch in padding_drafts(drafts, self._builder.max_blocks, self._device):
-            hidden = self._run_model(batch) if self._stage is None else self._stage.run(batch)
-            if hidden is not None:
-                found.append(self._verifier.warm_up(batch, hidden))
-        return found
