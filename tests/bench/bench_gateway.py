@@ -45,7 +45,7 @@ class Load:
 
     @property
     def num_requests(self) -> int:
-        """Of each stream."""
+        """Requests that each stream sends."""
         return max(2, self.least_tokens // (self.num_streams * self.num_tokens))
 
     @property

@@ -67,7 +67,7 @@ def one(server: LlmServer, model: str, num_tokens: int) -> tuple[float, float, i
 
 @dataclass
 class Figures:
-    """Of one way. rows: (first text ms, ms a token, responses) of each answer; the others of each round."""
+    """One way through the pipeline. rows: (first text ms, ms a token, responses) by answer; the others: by round."""
 
     rows: list[tuple[float, float, int]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Figures:
 
 
 def cpu_seconds(server: LlmServer, model: str) -> float:
-    """Of the Python backend's processes of a model; 0 for `llm`, which has none."""
+    """CPU time of a model's processes of the Python backend; 0 for `llm`, which has none."""
     file = str(server.repository / model / "1/model.py")
     return sum(sum(asked(one.cpu_times, (0.0, 0.0))[:2]) for one in children_of(server.pid, file))
 

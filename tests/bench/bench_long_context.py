@@ -39,7 +39,7 @@ NUM_DECODED = 64  # steps that tpot times
 
 
 def measure_ttft(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
-    """Of a second prompt: the first compiles what such lengths need, on a prompt of 4,096 tokens."""
+    """Time to the first token of a second prompt: the first, of 4,096 tokens, compiles what such lengths need."""
     bench.timed(draw_prompts(bench.shape, 1, min(4096, arguments.length - 1), seed=7), 1)
     seconds = bench.timed(draw_prompts(bench.shape, 1, arguments.length - 1), 1)
     yield {"what": "ttft", "batch": 1, "input_len": arguments.length - 1, "ttft_ms": round(seconds * 1e3, 1)}
@@ -63,7 +63,7 @@ def measure_tpot(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[
 
 
 def decode_seconds(bench: EngineBench, requests: list[Request]) -> float:
-    """Of a step in which all requests decode; runs them to their ends."""
+    """The time of a step in which all requests decode; runs them to their ends."""
     decode(bench, requests, NUM_WARM)
     start, first = time.perf_counter(), requests[0].num_output_tokens
     decode(bench, requests[:1], first + NUM_DECODED)

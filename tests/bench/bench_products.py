@@ -109,7 +109,7 @@ def show(record: Record) -> str:
 
 
 def ratio(fast: Record, slow: Record) -> str:
-    """Of the layer (of the product that gains least)."""
+    """The speed-up of the layer (and of the product that gains least)."""
     worst = min(slow["us"][name] / fast["us"][name] for name in fast["us"])
     return f"{sum(slow['us'].values()) / sum(fast['us'].values()):.2f} ({worst:.2f})"
 

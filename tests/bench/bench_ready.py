@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def start(settings: dict[str, str]) -> dict[str, float | str]:
-    """Of one process: from its start until READY has come; and the user and system time that it took by then."""
+    """Seconds of one process from its start until READY has come, and the user and system time until then."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:  # a pipe would fill up
         backend = Backend(Path(folder))
         command = [sys.executable, "-c", ENGINE, "--socket", backend.path, "--token", TOKEN.hex()]

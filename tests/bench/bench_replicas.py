@@ -85,7 +85,7 @@ def converse(server: TritonServer, load: Load, system: Sequence[int], seed: int)
 
 
 def of_each(server: TritonServer, family: str) -> dict[str, float]:
-    """Of each replica, by its label; "" of the only one."""
+    """The metric of each replica, by its label; "" if there is only one."""
     found = {}
     for name, value in server.metrics().items():
         if name.startswith(family + "{"):

@@ -65,7 +65,7 @@ def in_child(shape: str) -> dict[str, object]:
 
 
 def start(arguments: argparse.Namespace) -> dict[str, object]:
-    """Of one shape, in this process."""
+    """Start one shape in this process. Returns its record."""
     from bench_engine import EngineBench, memory_of
 
     arguments.shape, arguments.layers, arguments.temperature, arguments.adapters = arguments.shapes, 0, 0.0, []

@@ -25,12 +25,12 @@ class Shape:
     extra: dict[str, object] = field(default_factory=dict)  # what else the family's config.json says
 
     def linear_parameters(self, experts: float) -> float:
-        """Of the layers, with so many of their experts."""
+        """Parameters of the layers' products, with this many of their experts."""
         return self.layers * (self.attention_parameters + experts * 3 * self.hidden * self.intermediate)
 
     @property
     def attention_parameters(self) -> float:
-        """Of a layer."""
+        """Parameters of a layer's attention."""
         return 2 * self.hidden * (self.q_heads + self.kv_heads) * self.head_dim
 
     @property
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def pair_flops(self) -> int:
-        """Of a query and a key in a layer."""
+        """FLOPs of a query and a key in a layer."""
         return 4 * self.q_heads * self.head_dim
 
     def limit_s(

@@ -130,7 +130,7 @@ class _Counter:
 
 
 def inputs_of(triton: Any, prompt: Prompt, num_output: int) -> list[Any]:
-    """Of a request for so many tokens, greedy and streamed."""
+    """The inputs of a greedy, streamed request for num_output tokens."""
     import numpy as np
 
     values = {

@@ -7,7 +7,7 @@ HEALTHY_S = 12.0  # 10 there; what a test sees of an engine's life begins and en
 
 
 class Backoff:
-    """Of one model."""
+    """The back-off of one model's engine."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0

@@ -25,8 +25,8 @@ ZOMBIE_PATIENCE_S, THREADS_PATIENCE_S = 5.0, 20.0
 
 @dataclass
 class Life:
-    """One process over time, an engine's with the processes that help it. Of the server, fds are without lost streams,
-    threads without the backend's own, which are counted by name."""
+    """One process over time, an engine's with the processes that help it. The server's fds are without lost streams,
+    its threads without the backend's own, which are counted by name."""
 
     name: str
     rss_mib: list[float] = field(default_factory=list)

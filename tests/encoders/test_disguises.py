@@ -68,7 +68,7 @@ def test_letters_one_by_one_are_words() -> None:
 
 @pytest.mark.parametrize("marks", ["\u0300\u0316", "\u0300\uff9e", "\u0300\u0f73", "\u0301\u0334"])
 def test_marks_behind_a_letter_take_no_square_of_their_number(marks: str) -> None:
-    """Of two kinds, each of the second kind is sorted before all of the first."""
+    """With marks of two kinds, each of the second kind is sorted before all of the first."""
     start = time.process_time()
     read = as_read("a" + marks[0] * 50_000 + marks[1] * 50_000 + "b")
     assert time.process_time() - start < 1, "10 s, where all of them are sorted"

@@ -186,7 +186,7 @@ def test_a_search_counts_as_its_sequences_and_leaves_nothing_behind(tiny_llama: 
 
 
 def test_a_search_of_a_known_prompt_says_what_was_cached(engine: Engine) -> None:
-    """Of the prompt, that is, before the first token: its later steps find nearly all of theirs."""
+    """Cached tokens are those of the prompt, before the first token: later steps find nearly all of theirs."""
     prompt = [(11 * place) % 400 + 3 for place in range(50)]
     for num_cached in (0, 48):
         engine.submit(Request(list(prompt), BEAMS))

@@ -260,7 +260,7 @@ def _joining_and_leaving(engine: Engine, prompts: list[list[int]]) -> list[list[
 
 
 def _note_pending(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool, bool]]:
-    """Of steps with pending tokens in graphs: which graph, whether in order, and whether a graph has drawn them."""
+    """For steps with pending tokens in graphs: which graph, whether in order, whether a graph has drawn the tokens."""
     found: set[tuple[str, bool, bool]] = set()
     give = DrawnTokens.give
 

@@ -138,7 +138,7 @@ def test_so_it_is_with_other_weights_caches_and_blocks(
 
 @needs_cuda
 def test_the_fast_kernels_say_nearly_the_same(demo_model: Path, texts: list[list[int]], alone: list[tuple]) -> None:
-    """Of the first token; drawn tokens may differ, as a draw near a border of two tokens needs one rounding only."""
+    """Compares the first token; later ones may differ, as one rounding decides a draw near a border of two tokens."""
     engine = make_demo_engine(demo_model, model={"deterministic": False})
     for (_, fast), (_, exact) in zip(each_alone(engine, texts, WANTED), alone):
         (_, fast_top), (_, exact_top) = fast[0], exact[0]

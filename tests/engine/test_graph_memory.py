@@ -35,8 +35,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def held_bytes(sets: Sequence[StepGraphs[Any]]) -> int:
-    """Of the tensors that graphs read and of those that they return, when all are captured; logits share the memory of
-    the largest."""
+    """Bytes of what graphs read and return, when all are captured; logits share the memory of the largest."""
     for graphs in sets:
         while graphs.capture_next():
             pass
@@ -92,7 +91,7 @@ def test_the_plan_counts_the_sets_of_graphs_of_stages(llama: Path, monkeypatch: 
 
 
 def test_the_workspace_holds_what_graphs_keep(llama: Path) -> None:
-    """Of stages with drafts there are none."""
+    """Stages with drafts have no graphs."""
     spec = read_spec(llama)
     graphs = captured_as(EngineConfig(model=ModelConfig(max_model_len=256), scheduler=SchedulerConfig(max_num_seqs=4)))
     drafting = replace(graphs, speculation=speculation_config(methods="ngram"))

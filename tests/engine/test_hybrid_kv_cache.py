@@ -196,7 +196,7 @@ def test_the_plan_says_why_windowed_layers_hold_everything(
 
 
 def test_the_pool_holds_more_tokens(model: Path) -> None:
-    """Of the same bytes: one layer in four holds 40 blocks of a sequence of 320 tokens, the others 4 at most."""
+    """In the same bytes: one layer in four holds 40 blocks of a sequence of 320 tokens, the others 4 at most."""
     hardware = Hardware(torch.device("cpu"), torch.float32, torch.float32)
     plans = {}
     for is_hybrid in (False, True):

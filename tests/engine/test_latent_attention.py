@@ -146,7 +146,7 @@ def test_what_latents_are_not_kept_in(model: Path) -> None:
 
 
 def test_the_plan_counts_keys_and_values_of_prompts(model: Path) -> None:
-    """Of a step's tokens and of one piece of cached ones, in fp32."""
+    """Those of a step's tokens and of one piece of cached ones, in fp32."""
     small, large = (
         make_engine(model, scheduler={"max_num_batched_tokens": size}).memory_plan.workspace_bytes for size in (16, 116)
     )

@@ -143,7 +143,7 @@ def test_the_workspace_holds_the_parts_of_deterministic_sums(spec: DecoderSpec, 
 
 
 def test_the_workspace_holds_what_all_ranks_have_of_an_ordered_sum(spec: DecoderSpec) -> None:
-    """Of two ranks the order does not matter."""
+    """With two ranks the order does not matter."""
     fixed = replace(_config(), model=ModelConfig(max_model_len=256, deterministic=True))
     more = []
     for size in (2, 4):

@@ -93,7 +93,7 @@ def test_a_rank_of_another_node_sleeps_too(node: Node, tiny_llama: Path, prompts
 
 
 def test_a_node_with_other_weights_does_not_serve(tiny_llama: Path, tmp_path: Path) -> None:
-    """Of the same shapes: together the ranks would make nonsense."""
+    """The weights have the same shapes, so together the ranks would compute nonsense."""
     other = make_tiny_llama(tmp_path / "other", seed=1)
     reason = f"rank 1: model='{other}': holds other weights than the first node has"
     with Node(tmp_path, SECRET, "--model", str(other)) as node, pytest.raises(EngineError, match=reason):

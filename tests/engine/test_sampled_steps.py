@@ -60,7 +60,7 @@ def _texts(
 
 
 def _note_draws(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, bool]]:
-    """Of each step that samples: whether its graph could draw, and whether its tokens are those of the graph."""
+    """For each step that samples: whether its graph could draw, and whether its tokens are those of the graph."""
     found: Counter[tuple[bool, bool]] = Counter()
     draw_tokens, logits_of, num_made = ModelRunner._draw_tokens, ModelRunner._logits, Counter[str]()
 

@@ -221,7 +221,7 @@ def test_max_model_len_ends(tiny_llama: Path) -> None:
 
 
 def test_logprobs_are_log_softmax(engine: Engine, reference: LlamaForCausalLM) -> None:
-    """Of the model's own logits: a penalty or a temperature does not change them."""
+    """They are those of the model's own logits: a penalty or a temperature does not change them."""
     params = replace(RANDOM, seed=3, temperature=0.7, logprobs=4, presence_penalty=1.0)
     request = Request(list(PROMPT), params)
     engine.submit(request)

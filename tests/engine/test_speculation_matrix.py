@@ -1,8 +1,8 @@
 """Every method x every feature of a request, one cell a test: text, reasons and log-probabilities of plain decoding.
 
 All cells of a method run in one engine at once, so that verifications of every kind are rows of the same steps; prompts
-are chunked, requests are preempted and begin in the prefix cache. Of heads, which are random, a prompter puts most
-guesses right, so that acceptance and rejection happen in each cell.
+are chunked, requests are preempted and begin in the prefix cache. Heads are random, so a prompter puts most of
+their guesses right: acceptance and rejection happen in each cell.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ PARAMS = SamplingParams(max_tokens=400, temperature=1.0)
 
 
 def texts(engine: Engine, guide: dict, num_requests: int = 2, max_tokens: int = 400) -> list[str]:
-    """Of answers that ended by themselves."""
+    """The texts of answers that ended by themselves."""
     told: dict[Request, Told] = {}
     of_engine = Guide("structural_tag", json.dumps(guide["structural_tag"]))
     for seed in range(num_requests):

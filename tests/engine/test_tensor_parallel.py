@@ -279,7 +279,7 @@ def test_a_rank_plans_for_its_part(tiny_llama: Path) -> None:
 
 
 def test_a_rank_has_a_part_of_the_workspace(tmp_path: Path) -> None:
-    """Of the intermediate features 1/N, experts' too, unless ranks split the experts: then all rows may be of one."""
+    """1/N of the intermediate features, experts' too, unless ranks split the experts: one may then have all rows."""
     model = make_checkpoint("mixtral", tmp_path, num_local_experts=4).path
     sizes = (ParallelConfig(), TWO, ParallelConfig(2, expert_parallel=True))
     whole, half, by_expert = (plan(model, size).workspace_bytes for size in sizes)
@@ -289,7 +289,7 @@ def test_a_rank_has_a_part_of_the_workspace(tmp_path: Path) -> None:
 
 
 def test_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks in deterministic mode: fp32 loses the first 1 and keeps the last."""
+    """Four ranks in deterministic mode: fp32 loses the first 1 and keeps the last."""
     collectives = GroupCollectives(4, is_ordered=True)
     monkeypatch.setattr(collectives, "gather", lambda own: torch.tensor([[1e8], [1.0], [-1e8], [1.0]]))
     assert collectives.sum(torch.ones(1)).tolist() == [1.0]

@@ -24,7 +24,7 @@ def state_of(tokens: list[int]) -> RequestState:
 
 
 def rows_of(history: TokenHistory, requests: list[RequestState], paths: Paths | None) -> list[list[int]]:
-    """Of every row, put together from the pieces."""
+    """The history of every row, put together from the pieces."""
     rows: list[list[int]] = []
     for piece, tokens, lengths in history.read(requests, None, paths):
         assert piece.start == len(rows) and tokens.dtype == torch.int32 and len(tokens) == len(lengths)

@@ -151,7 +151,7 @@ def run_tests(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def processes(jobs: int, about: dict[str, Any]) -> int:
-    """Of tests at once: no more than the GPU's memory holds."""
+    """Processes that run tests at once: no more than the GPU's memory holds."""
     gib = int(about.get("GiB", 0))
     return min(jobs, max(1, gib // GIB_OF_A_PROCESS)) if gib else jobs
 

@@ -52,7 +52,7 @@ def load_recorded() -> dict[str, Any]:
 
 
 def bench_options(recorded: dict[str, Any], name: str) -> list[str]:
-    """Of bench_engine.py for one format, with the sizes that any GPU's record has."""
+    """Options of bench_engine.py for one format, with the sizes that any GPU's record has."""
     sizes: dict[str, set[int]] = {what: set() for what in FIGURES}
     for formats in recorded["gpus"].values():
         for what, figures in formats.get(name, {}).items():

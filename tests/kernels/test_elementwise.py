@@ -63,7 +63,7 @@ def test_silu_mul(device, dtype, backend, size) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "size"), [(3, 1), (33, 96), (7, 1000), (1, 21504)])
 def test_gelu_mul(device, dtype, backend, num_tokens, size) -> None:
-    """Of rows with something between them, and as torch computes it in fp64; erf's gelu is 5e-4 away."""
+    """Rows with something between them, against torch in fp64; erf's gelu is 5e-4 away."""
     x = (3 * torch.randn(num_tokens, 2 * size + 5, device=device).to(dtype))[:, : 2 * size]
     x[:, size:].clamp_(-1, 1)  # torch in fp32 is up to 4e-7 away where the activation is near zero
     gate, up = x.double().chunk(2, dim=-1)

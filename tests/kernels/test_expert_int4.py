@@ -75,7 +75,7 @@ W4A8_SHAPES = [
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", W4A8_SHAPES, ids=str)
 def test_prepacked_tiles(variant, gated, shape) -> None:
-    """Of every variant, whatever the routing; the last expert has no rows, another many; twice the same."""
+    """Every variant, whatever the routing: the last expert has no rows, another many; twice gives the same."""
     num_tokens, num_experts, top_k, out_features, in_features, group_size = shape
     device = torch.device("cuda")
     logits = logits_of(num_tokens, num_experts, device)
@@ -180,7 +180,7 @@ def test_experts_weights_in_16_bits_are_the_reference(device, blocks, group_size
 def test_many_rows_of_experts_go_through_16_bit_weights(
     device, kernel, in_features, group_size, by_token, gated, dtype
 ) -> None:
-    """Of three experts, the last without rows: to the bit what the product of the reference's weights gives."""
+    """Three experts, the last without rows: to the bit what the product of the reference's weights gives."""
     routing = ops.route_experts(logits_of(40, 3, device), 2)
     x = torch.randn(40 if by_token else routing.num_rows, in_features, device=device).to(dtype)
     weight = half_scales(int4_of(3 * 64, in_features, group_size, True, device))

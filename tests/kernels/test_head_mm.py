@@ -14,7 +14,7 @@ from tolerances import SCALED_MM
 def test_each_heads_product(
     device: torch.device, sizes: tuple[int, int, int, int], is_transposed: bool, backend: str
 ) -> None:
-    """Of strided rows, into a part of wider ones, of which nothing else is written."""
+    """Strided rows, into a part of wider ones; nothing else of these is written."""
     torch.manual_seed(1)
     num_tokens, num_heads, out_features, in_features = sizes
     drawn = torch.randn(num_heads, out_features + 8, in_features, device=device).bfloat16() * in_features**-0.5

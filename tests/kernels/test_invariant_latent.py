@@ -44,7 +44,7 @@ def attend(case: LatentCase, monkeypatch: pytest.MonkeyPatch, splits: bool, back
 
 
 def positions_of(case: LatentCase) -> torch.Tensor:
-    """Of rows of a tree: as many keys before them as there are on their paths."""
+    """Positions of the rows of a tree: a row has one key before it for each row on its path."""
     assert case.tree_mask is not None
     prefixes = (case.seq_lens - case.query_start_loc.diff()).repeat_interleave(case.query_start_loc.diff()).long()
     depths = torch.tensor([int(mask).bit_count() - 1 for mask in case.tree_mask.tolist()], device=prefixes.device)

@@ -83,7 +83,7 @@ def test_products(num_tokens: int, out_features: int, in_features: int, is_some:
 
 
 def test_products_of_a_float32_model(allocated: list[int]) -> None:
-    """Of which all tiles have one size."""
+    """All their tiles have one size."""
 
     def call(count: int) -> None:
         invariant_mm.invariant_mm(torch.zeros(1).expand(count, 4096), torch.zeros(1).expand(1024, 4096), None, None)

@@ -9,7 +9,7 @@ from slipstream_kernels.triton.interpreter import IS_INTERPRETING
 
 SIZE, NUM_POSITIONS = 8, 40
 TABLES = torch.tensor([[3, 1, -1, 0], [5, 2, 4, 6], [7, -1, -1, -1], [8, 9, 10, 11], [0, 0, 0, 0]], dtype=torch.int32)
-# Of five requests: the last row's position, and the tokens cached; the fifth pads.
+# The last row's position and the cached tokens of five requests; the fifth pads.
 POSITIONS, SEQ_LENS = [13, 20, 5, 30, 0], [14, 21, 6, 31, 0]
 
 

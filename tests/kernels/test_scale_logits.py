@@ -28,7 +28,7 @@ def assert_exact(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize(("factor", "soft_cap"), [(1.0, 30.0), (0.125, None), (0.0625, 30.0), (1.0, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_each_digit(device, backend, dtype, factor, soft_cap) -> None:
-    """Of logits of every size, small ones above all: their tanh is no difference of numbers near one."""
+    """Logits of every size, small ones above all: their tanh must not be a difference of numbers near one."""
     sizes = torch.logspace(-6, 3, 33, device=device)
     logits = (torch.randn(33, 97, device=device) * sizes[:, None]).to(dtype)
     assert_exact(ops.scale_logits(logits, factor, soft_cap, backend=backend), expected(logits, factor, soft_cap))

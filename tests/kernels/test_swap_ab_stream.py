@@ -34,7 +34,7 @@ TOKENS = {128: (5, 65, 127, 128), 256: (130, 200, 256)}
 
 @dataclass(frozen=True)
 class Operands:
-    """Of one product, with zeros for the counters of any plan."""
+    """The operands of one product, with zeros for the counters of any plan."""
 
     rows: ops.Fp8Rows
     case: Drawn

@@ -298,7 +298,7 @@ def test_device_that_is_not_there(checkpoint: TinyCheckpoint, device: str) -> No
 def test_a_gpu_that_no_kernel_serves_is_refused(
     checkpoint: TinyCheckpoint, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two: the second is an Ampere."""
+    """The second of two GPUs is an Ampere."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((7, 5), (8, 0))[index])

@@ -197,7 +197,7 @@ def test_a_block_is_not_cut() -> None:
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of eight heads, so that four ranks share them."""
+    """A checkpoint of eight heads, so that four ranks share them."""
     with pytest.MonkeyPatch.context() as patch:
         for field, value in (("hidden_size", 64), ("num_attention_heads", 8), ("num_key_value_heads", 4)):
             patch.setitem(tiny_variants.SIZES, field, value)

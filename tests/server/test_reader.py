@@ -102,7 +102,7 @@ def test_without_a_file_left_the_reader_is_busy(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeProcess:
-    """Of a reader, which serves nothing. num_starts: of all of a class."""
+    """A reader's process, which serves nothing. num_starts: of all of a class."""
 
     pid, exitcode, num_starts = 1, 0, 0
 

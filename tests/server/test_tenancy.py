@@ -147,7 +147,7 @@ def test_kept_answers_are_read_and_deleted_within_the_limits(keyed: GatewayProce
 
 
 def test_requests_per_minute(keyed: GatewayProcess) -> None:
-    """Of both workers together; what is refused for its content counts, as with OpenAI, and embeddings do."""
+    """Counted over both workers; what is refused for its content counts, as with OpenAI, and embeddings do."""
     client = client_of(keyed, "sk-slow")
     first = client.chat.completions.with_raw_response.create(
         model="plain", messages=[{"role": "user", "content": '{"pieces": ["ok"]}'}]

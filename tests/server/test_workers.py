@@ -8,7 +8,7 @@ from slipstream.server.workers import Workers
 
 
 class Process:
-    """Of those that were started, in order. failing: starts that are refused."""
+    """Records the processes that were started, in order. failing: starts that are refused."""
 
     started: list[Process]
     num_failing: int

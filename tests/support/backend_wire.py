@@ -84,7 +84,7 @@ def encode_drain(deadline_ms: int) -> bytes:
 
 
 def decode_responses(payload: bytes) -> list[Response]:
-    """Of the payload of a RESPONSES frame."""
+    """The responses in the payload of a RESPONSES frame."""
     reader = Reader(payload)
     responses = [_decode_response(reader) for _ in range(reader.number(U32))]
     reader.finish()

@@ -70,7 +70,7 @@ def _source(index: int, target: int) -> tuple[ASTSource, dict[str, int | bool]]:
 
 
 def hash_of(index: int, target: int) -> str:
-    """Of the text of the kernel and of all that it calls, its signature, constants, options and target."""
+    """Hashes the text of the kernel and of all that it calls, its signature, constants, options and target."""
     source, options = _source(index, target)
     return hashlib.sha256(f"{source.hash()} {sorted(options.items())} {target}".encode()).hexdigest()[:20]
 

@@ -37,7 +37,7 @@ _hashes_of_chunk = functools.lru_cache(1 << 13)(_hashes)
 
 
 def prefix_hashes(token_ids: list[int]) -> list[int]:
-    """Of each prefix. A request's next step asks for nearly the same ones: those of whole chunks are kept."""
+    """A hash of each prefix. A request's next step asks for nearly the same ones: those of whole chunks are kept."""
     hashes, num_whole = [1], len(token_ids) - len(token_ids) % CHUNK
     for start in range(0, num_whole, CHUNK):
         hashes += _hashes_of_chunk(hashes[-1], tuple(token_ids[start : start + CHUNK]))
@@ -168,7 +168,7 @@ class FakeLLM:
 
 
 def group_tables(request: Request, groups: KVGroups, first_seen: int) -> list[tuple[list[int], int]]:
-    """Of each group its block table and the first position that a step reads."""
+    """The block table of each group, and the first position that a step reads."""
     full = [request.block_ids[group :: groups.num_full] for group in range(groups.num_full)]
     windowed = [request.window_block_ids[group :: groups.num_windowed] for group in range(groups.num_windowed)]
     return [(table, 0) for table in full] + [(table, first_seen) for table in windowed]

@@ -17,7 +17,7 @@ def greedy_continuation(model: PreTrainedModel, prompt: list[int], max_tokens: i
 
 
 def greedy_continuations(checkpoint: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Of max_tokens each, one prompt at a time, in float32. They differ: texts that agree would prove nothing."""
+    """Texts of max_tokens each, one prompt at a time, in float32. They differ: texts that agree would prove nothing."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     texts = [greedy_continuation(model, prompt, max_tokens) for prompt in prompts]

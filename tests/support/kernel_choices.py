@@ -82,7 +82,7 @@ def products(model: Model) -> dict[str, Product]:
 
 
 def expert_products(model: Model) -> dict[str, Product]:
-    """Of one expert."""
+    """The products of one expert."""
     if not model.experts:
         return {}
     gate_up = Product(2 * model.intermediate, model.hidden, gated=True)

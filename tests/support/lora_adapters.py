@@ -36,7 +36,7 @@ def serving(
 
 
 def answers(engine: Engine, asked: Sequence[tuple[str, list[int]]], **params: object) -> list[list[int]]:
-    """Of requests that run together: the tokens of each."""
+    """The tokens of each of the requests, which run together."""
     told = {}
     for name, prompt in asked:
         request = Request(prompt, replace(GREEDY, **params), adapter_name=name)

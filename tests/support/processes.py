@@ -50,7 +50,7 @@ def zombies_of(pid: int) -> list[int]:
 
 
 def thread_names(pid: int) -> list[str]:
-    """Of the threads of a process that live."""
+    """Names of the live threads of a process."""
     names = []
     for comm in Path(f"/proc/{pid}/task").glob("*/comm"):
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -36,7 +36,7 @@ def method_of(name: str) -> QuantMethod:
 
 
 def drawn(slot: WeightSlot, suffix: str, generator: torch.Generator) -> torch.Tensor:
-    """Contents that the format may have. Of orders of input features the same for all parts of a layer."""
+    """Contents that the format may have. Orders of input features are the same for all parts of a layer."""
     kind, shape = slot.dtypes[0], slot.shape
     if slot.says_shape is not None:
         return torch.tensor(slot.says_shape)

@@ -121,7 +121,7 @@ def with_draft_layer(path: Path, _: PreTrainedModel) -> None:
 
 
 def renamed(architecture: str, **fields: object) -> Callable[[Path, PreTrainedModel], None]:
-    """Of families that have another one's maths and names, but an architecture and perhaps fields of their own."""
+    """For families with the maths and names of another one, but an architecture and perhaps fields of their own."""
 
     def layout(path: Path, _: PreTrainedModel) -> None:
         rewrite(path, lambda stored: stored, lambda values: {**values, "architectures": [architecture], **fields})

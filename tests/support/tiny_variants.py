@@ -72,7 +72,7 @@ CLASSES = {  # of the config and the model, by their names in transformers, whos
 
 
 def classes_of(family: str) -> tuple[type[hf.PreTrainedConfig], type[hf.PreTrainedModel]]:
-    """Of the config and the model. Skips the test where the installed transformers has none."""
+    """The classes of the config and the model. Skips the test where the installed transformers has none."""
     config, model = CLASSES[family]
     if missing := [name for name in (config, model) if name != "AlibiModel" and not hasattr(hf, name)]:
         pytest.skip(f"transformers {hf.__version__} has no {missing[0]}")

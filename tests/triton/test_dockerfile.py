@@ -90,7 +90,7 @@ def test_extras_and_the_default_encoder_are_those_of_the_project(instructions: I
 
 
 def test_the_modules_are_compiled_where_the_user_may_not_write(instructions: Instructions, root: Path) -> None:
-    """Of all packages that are installed from their sources."""
+    """All packages that are installed from their sources."""
     where = re.search(r"where = (\[.*\])", (root / "pyproject.toml").read_text())
     assert where is not None
     assert ["python", "-m", "compileall", "-q", *json.loads(where.group(1))] in commands_of(instructions)

@@ -132,7 +132,7 @@ def option_bounds() -> Iterator[tuple[str, float]]:
 
 
 def cpp_bounds() -> Iterator[tuple[str, float]]:
-    """Of both forms: `seconds kName(10)` and `auto kName = std::chrono::seconds(10)`."""
+    """Bounds of both forms: `seconds kName(10)` and `auto kName = std::chrono::seconds(10)`."""
     for path in sorted((ROOT / "backend/triton").glob("*.[ch]*")):
         for kind, declared in CPP_CONSTANTS.findall(path.read_text("utf-8")):
             for name, assigned, constructed in CPP_CONSTANT.findall(declared):

@@ -43,7 +43,7 @@ def test_a_block_for_drafts_is_no_longer_what_it_was() -> None:
 
 
 def test_a_block_shared_with_others_stays_what_it_is() -> None:
-    """Of a prompt whose last block is in the prefix cache, only a token may be computed again."""
+    """If a prompt's last block is in the prefix cache, only a token may be computed again."""
     seen = DraftKVState(4, BLOCK_SIZE)
     record(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
     record(seen, held([0, 1, 2], b"x", b"y"), 2 * BLOCK_SIZE - 1)

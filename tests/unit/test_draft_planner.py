@@ -42,7 +42,7 @@ def server(method: str, seed: int = 0) -> SimulatedServer:
 @pytest.mark.parametrize("num_requests", LOADS)
 @pytest.mark.parametrize("method", TREES)
 def test_no_load_is_slower_than_plain_and_none_oscillates(method: str, num_requests: int) -> None:
-    """Of what is best at a load the planner gets nearly all, from its own measurements; then it stays with it."""
+    """The planner finds nearly the best speed of a load by its own measurements, and then keeps its choice."""
     simulated = server(method)
     planner = DraftPlanner(is_adaptive=True, costs=simulated.costs)
     tally = simulated.run(planner, num_requests, 400)

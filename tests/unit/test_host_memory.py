@@ -48,7 +48,7 @@ def test_version_2_without_a_limit(tmp_path: Path) -> None:
 
 
 def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
-    """Of limit and of what is left: an outer group is shared with others, and may be full."""
+    """For the limit and for what is left: an outer group is shared with others, and may be full."""
     root = write_machine(tmp_path, "0::/pod/engine\n")
     write_group(root / "sys/fs/cgroup/pod/engine", 16 * GIB, used=GIB)
     write_group(root / "sys/fs/cgroup/pod", 20 * GIB, used=18 * GIB)

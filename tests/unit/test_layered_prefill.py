@@ -31,7 +31,7 @@ def behind(num_computed: int, num_tokens: int = 10_000) -> Request:
 
 
 def budget_of(limit: float) -> PrefillBudget:
-    """Of so many weighted tokens a step."""
+    """A budget of `limit` weighted tokens a step."""
     budget = PrefillBudget(4096, PARITY, layered=LayeredPrefill(NUM_LAYERS))
     budget._limit = limit
     return budget

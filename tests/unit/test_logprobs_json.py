@@ -21,7 +21,7 @@ pairs = st.lists(st.tuples(st.integers(0, 12), logprobs), max_size=6)
 
 
 def as_dictionaries(entry: TokenLogprobs) -> str:
-    """vLLM's form. Of a token that is there twice the first counts."""
+    """vLLM's form. If a token is there twice, the first counts."""
     ranked: list[tuple[int, float, int | None]] = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
     ranked += [(token_id, logprob, None) for token_id, logprob in entry.asked]

@@ -56,7 +56,7 @@ def all_ids(outputs: list[RequestOutput]) -> list[int]:
 
 
 def test_the_end_of_a_request_is_told_with_its_last_output() -> None:
-    """Of the last of its sequences, of an error in one of them, and of a request that is discarded."""
+    """With that of its last sequence, with an error in one of them, and when the request is discarded."""
     told: list[int] = []
     for handle in (1, 2, 3):
         params = SamplingParams(max_tokens=9, n=2)

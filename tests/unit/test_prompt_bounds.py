@@ -56,7 +56,7 @@ def test_a_text_of_too_many_tokens_is_refused_after_its_beginning(demo: Counting
     "unit", ['"\n', "中", "a\n\n'", "a b " * 3 + "中" * 9000], ids=["lines", "han", "quotes", "mixed"]
 )
 def test_no_more_tokens_are_made_at_once_than_a_few_times_as_many_as_fit(demo: Counting, unit: str) -> None:
-    """Of texts without a place where they can be cut: each token takes 380 bytes, 10 MB of text took 3.7 GB."""
+    """Texts without a place where they can be cut: each token takes 380 bytes, 10 MB of text took 3.7 GB."""
     num_tokens = 32_768
     text = unit * (28 * num_tokens // len(unit.encode()))
     with pytest.raises(
@@ -82,7 +82,7 @@ def test_the_end_of_a_text_is_looked_for_as_far_as_it_may_be(demo: Counting) -> 
 
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024, 16_384])
 def test_a_text_that_fits_is_never_refused(demo: Counting, num_tokens: int) -> None:
-    """Of tokens that are as long as they get, and as many as may be: white space, and white space after some code."""
+    """The longest tokens, in the largest allowed number: white space, and white space after some code."""
     spaces = " " * 16 * num_tokens
     start = CODE[: num_tokens // 2]
     code = start + spaces[: 16 * (num_tokens - len(DEMO.encode(start)) - 2)]

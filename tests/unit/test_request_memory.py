@@ -144,7 +144,7 @@ def test_log_probabilities_are_counted_by_what_they_take(num_alternatives: int) 
 
 
 def test_log_probabilities_of_a_response_are_counted() -> None:
-    """Of a stream those between two responses; a beam search has all at its end."""
+    """A stream holds those between two responses; a beam search holds all until its end."""
     config = EngineConfig(serving=ServingConfig(stream_interval=4))
     tokenizer = TextTokenizer(toy_tokenizers.sentencepiece())
     num_prompt = len(tokenizer.encode("The quick brown"))
