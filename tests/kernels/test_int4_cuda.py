@@ -120,15 +120,14 @@ def test_what_is_not_served() -> None:
 @needs_hopper
 @pytest.mark.parametrize("tile", int8_gemm.TILES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 64, 128), (130, 208, 384), (300, 4096, 1024)], ids=str)
-def test_many_int8_tokens_are_exact(sizes, tile, monkeypatch) -> None:
+def test_many_int8_tokens_are_exact(sizes, tile) -> None:
     num_tokens, out_features, in_features = sizes
     rows = ops.quantize_int8(torch.randn(num_tokens, in_features, device="cuda").bfloat16())
     values = torch.randint(-127, 128, (out_features, in_features), device="cuda").to(torch.int8)
     scales, bias = torch.rand(out_features, device="cuda") / 100, torch.randn(out_features, device="cuda").bfloat16()
     if (reason := int8_gemm.refusal(rows, values)) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(cutlass_gemm, "choose_tile", lambda *_: tile)
-    y = ops.int8_mm(rows, values, scales, bias, backend="cuda").float()
+    y = int8_gemm.int8_gemm(rows, values, scales, bias, tile).float()
     expected = ops.int8_mm(rows, values, scales, bias, backend="reference").float()
     assert ((y - expected).abs() <= 2**-7 * expected.abs() + 1e-4).all()  # two products in another order
 
@@ -162,9 +161,10 @@ def test_one_cutlass_configuration_compiles(tmp_path) -> None:
 
 
 def test_the_choice_of_a_tile_follows_waves() -> None:
-    for module in (w4a8_gemm, int8_gemm):
-        assert cutlass_gemm.choose_tile(module.TILES, 4096, 4096, 132) == module.WIDE
-        assert cutlass_gemm.choose_tile(module.TILES, 128, 4096, 132) == module.NARROW
+    for module, cost in ((w4a8_gemm, 0.75), (int8_gemm, 0.57)):
+        assert cutlass_gemm.choose_tile(module.TILES, 4096, 4096, 132, cost) == module.WIDE
+        assert cutlass_gemm.choose_tile(module.TILES, 128, 4096, 132, cost) == module.NARROW
+        assert cutlass_gemm.choose_tile(module.TILES, 128, 4096, 132, narrow_cost=1.0) == module.WIDE
 
 
 def test_missing_headers_are_named(monkeypatch, tmp_path) -> None:

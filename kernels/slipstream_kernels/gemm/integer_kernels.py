@@ -43,16 +43,17 @@ def _int8_gemm_refusal(product: Product) -> str | None:
 
 def _tile_config(name: str) -> Callable[[Product, Device[Product]], Config]:
     def configure(product: Product, device: Device[Product]) -> Config:
-        tiles = in_cuda(name).TILES
-        tile = in_cuda("cutlass_gemm").choose_tile(tiles, product.num_rows, product.weight.out_features, device.num_sms)
-        sizes: Config = tile[:3]
-        return sizes
+        tiles, narrow_cost = in_cuda(name).TILES, tuning_of(device.name).narrow_tile_costs[name]
+        sizes = product.num_rows, product.weight.out_features
+        tile: Config = in_cuda("cutlass_gemm").choose_tile(tiles, *sizes, device.num_sms, narrow_cost)
+        return tile
 
     return configure
 
 
 def _int8_gemm(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
-    y: Tensor = in_cuda("int8_gemm").int8_gemm(x, weight.tensor, weight.scales, weight.bias)
+    kernel = in_cuda("int8_gemm")
+    y: Tensor = kernel.int8_gemm(x, weight.tensor, weight.scales, weight.bias, kernel.Tile(*config))
     return y
 
 

@@ -23,12 +23,11 @@ COMMON = ("device", "num_sms", "is_dependent")  # the last fields of every kerne
 
 
 class Tile(NamedTuple):
-    """Tokens and output features of a tile, how many tiles share what they read, and its time, of the widest one's."""
+    """Tokens and output features of a tile, and how many tiles share what they read."""
 
     tokens: int
     rows: int
     cluster: int
-    cost: float = 1.0
 
     def defines(self, dtype: torch.dtype) -> tuple[str, ...]:
         """The macros of a library with results of `dtype`."""
@@ -40,14 +39,18 @@ class Tile(NamedTuple):
         )
 
 
-def choose_tile(tiles: tuple[Tile, ...], num_tokens: int, out_features: int, num_sms: int) -> Tile:
-    """The tile whose waves of CTAs take the least time."""
+def choose_tile(tiles: tuple[Tile, Tile], num_tokens: int, out_features: int, num_sms: int, narrow_cost: float) -> Tile:
+    """The tile whose waves of CTAs take the least time.
 
-    def cost(tile: Tile) -> float:
+    tiles: wide, narrow.  narrow_cost: time of a narrow tile, of a wide one's (Tuning.narrow_tile_costs).
+    """
+
+    def num_waves(tile: Tile) -> int:
         num_tiles = -(-num_tokens // tile.tokens) * -(-out_features // tile.rows)
-        return -(-num_tiles // num_sms) * tile.cost
+        return -(-num_tiles // num_sms)
 
-    return min(tiles, key=cost)
+    wide, narrow = tiles
+    return narrow if narrow_cost * num_waves(narrow) < num_waves(wide) else wide
 
 
 @lru_cache

@@ -14,11 +14,11 @@ from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import fields
 from slipstream_kernels.gemm.cuda import cutlass_gemm
 from slipstream_kernels.gemm.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
-from slipstream_kernels.gemm.tuning import H200
+from slipstream_kernels.gemm.tuning import tuning_of
 from slipstream_kernels.integer import Int8Rows
 
 SOURCE = "sm90_int8_gemm.cu"
-WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2, cost=H200.narrow_tile_costs["int8_gemm"])
+WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2)
 TILES = (WIDE, NARROW)
 ALIGNMENT = 16  # features of a weight are multiples of it
 
@@ -53,14 +53,18 @@ def product_refusal(device: torch.device, dtype: torch.dtype, sizes: tuple[int, 
     return cutlass_gemm.refusal(SOURCE, tuple(variants(dtype)))
 
 
-def int8_gemm(rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """See ops.int8_mm, of int8 rows.  One launch."""
+def int8_gemm(
+    rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+) -> torch.Tensor:
+    """See ops.int8_mm, of int8 rows.  One launch.  tile: None: the fastest by the sizes."""
     device, num_tokens, out_features = weight.device, rows.num_tokens, weight.shape[0]
     out = torch.empty((num_tokens, out_features), dtype=rows.dtype, device=device)
     if not num_tokens:
         return out
     bias = None if bias is None else bias.to(rows.dtype)
-    tile = cutlass_gemm.choose_tile(TILES, num_tokens, out_features, count_sms(device))
+    if tile is None:
+        narrow_cost = tuning_of(torch.cuda.get_device_name(device)).narrow_tile_costs["int8_gemm"]
+        tile = cutlass_gemm.choose_tile(TILES, num_tokens, out_features, count_sms(device), narrow_cost)
     libraries = cutlass.load_all(SOURCE, tuple(variants(rows.dtype)))
     params = Int8GemmParams(
         x=rows.values.data_ptr(),

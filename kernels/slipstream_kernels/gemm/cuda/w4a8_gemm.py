@@ -10,17 +10,15 @@ import ctypes
 import torch
 
 from slipstream_kernels.cuda import cutlass
-from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.launch import fields
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.cuda import cutlass_gemm
 from slipstream_kernels.gemm.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
-from slipstream_kernels.gemm.tuning import H200
 from slipstream_kernels.integer import Int4Weight
 
 SOURCE = "sm90_w4a8_gemm.cu"
 BLOCK = 128
-WIDE, NARROW = Tile(256, 128, 2), Tile(128, 128, 2, cost=H200.narrow_tile_costs["w4a8_gemm"])
+WIDE, NARROW = Tile(256, 128, 2), Tile(128, 128, 2)
 TILES = (WIDE, NARROW)
 
 POINTERS = ("x", "token_scale", "qweight", "group_scales", "channel_scale", "bias", "out")
@@ -50,17 +48,14 @@ def refusal(dtype: torch.dtype) -> str | None:
     return cutlass_gemm.refusal(SOURCE, tuple(defines(tile, 1, dtype) for tile in TILES))
 
 
-def w4a8_gemm(
-    rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None
-) -> None:
+def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
     """out = dequantised(rows) @ table(weight).T + bias: weights are (q - zero point) * scale rounded to e4m3.
 
     rows: scaled per token.  weight: repacked for FP8 rows.  out: [num_tokens, out_features], contiguous, bf16 or fp16;
-    bias too.  tile: None: the fastest by the sizes.
+    bias too.  tile: of TILES.
     """
     assert weight.zeros is not None
     group_scales = weight.scales
-    tile = tile or cutlass_gemm.choose_tile(TILES, rows.num_tokens, weight.out_features, count_sms(out.device))
     libraries = cutlass.load_all(SOURCE, tuple(defines(each, group_scales.shape[2], out.dtype) for each in TILES))
     params = W4a8Params(
         x=rows.values.data_ptr(),

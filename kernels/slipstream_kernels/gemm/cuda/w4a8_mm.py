@@ -17,6 +17,7 @@ from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.fp8 import SUM_TILE_ROWS, Fp8Rows, activation_sums
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, stream_w4a8, w4a8_gemm
+from slipstream_kernels.gemm.cuda.cutlass_gemm import Tile
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS, Variant
 from slipstream_kernels.gemm.cuda.stream_w4a8_choice import SUM_TOKENS, Plan
 from slipstream_kernels.integer import Int4Weight
@@ -62,8 +63,7 @@ def shared_out(
 def many(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:
     """See ops.int4_mm.  By CUTLASS, in one launch; config: tokens, rows and cluster of its tile."""
     rows, out = _prepared(rows, weight)
-    tile = next(tile for tile in w4a8_gemm.TILES if tile[:3] == config)
-    w4a8_gemm.w4a8_gemm(rows, weight, bias, out, tile)
+    w4a8_gemm.w4a8_gemm(rows, weight, bias, out, Tile(*config))
     return out
 
 
