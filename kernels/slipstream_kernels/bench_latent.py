@@ -161,9 +161,9 @@ def versions(call: LatentCall, has_schedules: bool) -> dict[str, Callable[[], ob
     found = {"cuda": through_ops(call, "cuda"), "triton": through_ops(call, "triton")}
     if has_schedules:
         chosen = cuda_latent.choose_schedule(call, count_sms(call.q.device))
-        for cost, least in ((0, 1), (1, 2), (2, 4), (4, 8)):
-            schedule = replace(chosen, unit_cost=cost, min_share=least)
-            found[f"cost {cost} least {least}"] = partial(cuda_latent.run, call, schedule)
+        for cost, least, slack in ((0, 1, 0), (1, 2, 0), (2, 6, 0), (2, 4, 3), (2, 6, 6), (4, 8, 3)):
+            schedule = replace(chosen, unit_cost=cost, min_share=least, slack=slack)
+            found[f"cost {cost} least {least} slack {slack}"] = partial(cuda_latent.run, call, schedule)
         for rows in set(cuda_latent.ROWS) - {chosen.rows}:
             lanes = min(-(-cuda_latent.mean_rows(call) // rows), cuda_latent.MAX_LANES)
             shares = count_sms(call.q.device) // lanes

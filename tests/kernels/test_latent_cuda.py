@@ -42,7 +42,8 @@ def assert_right(call: LatentCall, case: LatentCase) -> None:
 
 
 # One tile; pairs; an odd tile, a padding request and one without rows, cut into parts; lanes, of which some have no
-# rows; a tree in blocks of 128; much padding, and nothing else; rings that go round.
+# rows; a tree in blocks of 128; much padding, and nothing else; rings that go round; several units of a CTA; equal units,
+# in even parts and whole.
 EMULATED = [
     (([1], [40], 16), Schedule(1, 1), {}),
     (([1], [330], 16), Schedule(1, 1), {}),
@@ -52,6 +53,9 @@ EMULATED = [
     (([1] * 6, [0, 90, 0, 0, 0, 0], 16), Schedule(2, 1), {}),
     (([1] * 3, [0] * 3, 16), Schedule(2, 1), {}),
     (([1, 1], [1900, 1400], 16), Schedule(2, 1), {}),
+    (([1] * 7, [500, 480, 130, 700, 64, 65, 600], 16), Schedule(5, 1, 2, 4), {}),
+    (([1, 1, 1], [640, 640, 600], 20), Schedule(7, 1, 2, 3), {}),
+    (([2, 2, 2, 0, 2, 1], [200, 200, 193, 90, 200, 200], 40), Schedule(4, 1, 1, 3), {}),
 ]
 
 

@@ -74,6 +74,7 @@ struct Cta {
   std::vector<char> shared;
   std::vector<Exchange> warps;
   NamedBarrier barriers[16];
+  bool has_no = false;   // of __syncthreads_and
   std::vector<Copy> copies;
 };
 
@@ -156,6 +157,16 @@ inline void settle(MemoryBarrier& barrier) {
 
 // What nvcc knows without a header.
 inline void __syncthreads() { emulator::sync(0, static_cast<int>(emulator::current->cta->warps.size()) * 32); }
+inline int __syncthreads_and(int value) {
+  emulator::Cta& cta = *emulator::current->cta;
+  cta.has_no |= value == 0;
+  __syncthreads();
+  const int all = !cta.has_no;
+  __syncthreads();
+  cta.has_no = false;
+  __syncthreads();
+  return all;
+}
 inline void __threadfence() {}
 inline void __syncwarp() {
   emulator::together<int, int>(0, [](const int*, int* taken) { for (int i = 0; i < 32; ++i) taken[i] = 0; });

@@ -36,7 +36,7 @@ POINTERS = (
 STRIDES = ("table_stride", "num_blocks")
 COUNTS = (
     "num_tokens", "num_requests", "num_heads", "block_size_log2", "num_shares", "num_lanes", "unit_cost", "min_share",
-    "is_dependent", "is_prefix_settled",
+    "slack", "is_dependent", "is_prefix_settled",
 )  # fmt: skip
 
 
@@ -51,14 +51,15 @@ class Schedule:
     """How the tiles of all keys are cut into shares: csrc/schedule/latent_work.cuh.
 
     unit_cost: what beginning and ending a CTA's rows takes, in tiles.  min_share: tiles of a share, at least; smaller
-    ones make more parts to add up.  rows: of a CTA.  is_joined: the last CTA
-    adds up a unit's parts, not a second kernel.
+    ones make more parts to add up.  slack: tiles that a share of equal units may be longer, to be whole units or an
+    even part of one.  rows: of a CTA.  is_joined: the last CTA adds up a unit's parts, not a second kernel.
     """
 
     num_shares: int
     num_lanes: int
     unit_cost: int = 1
     min_share: int = 3
+    slack: int = 3
     rows: int = ROWS[-1]
     is_joined: bool = False
 
@@ -192,6 +193,7 @@ def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[L
         num_lanes=schedule.num_lanes,
         unit_cost=schedule.unit_cost,
         min_share=schedule.min_share,
+        slack=schedule.slack,
         is_dependent=launches_dependently(call.q.device),
         is_prefix_settled=metadata.is_prefix_settled,
         scale=call.scale,

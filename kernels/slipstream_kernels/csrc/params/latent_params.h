@@ -26,6 +26,7 @@ struct LatentParams {
   int32_t num_lanes;            // CTAs of a share, which take different rows of the same keys
   int32_t unit_cost;            // what a unit costs beside its tiles of keys, in tiles
   int32_t min_share;            // tiles of a share, at least
+  int32_t slack;                // tiles that a share of equal units may be longer, to be whole units or an even part of one
   int32_t is_dependent;         // launch before the kernel before it has ended
   int32_t is_prefix_settled;    // keys before this call's rows may be read before that kernel has ended
   float scale;

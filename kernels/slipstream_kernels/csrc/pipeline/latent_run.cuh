@@ -32,12 +32,9 @@ using LatentWidener = LatentConverter;
 __device__ __forceinline__ void run_latent_attention(const LatentParams& p, const LatentMaps& maps,
                                                      const LatentMemoryOf& memory) {
   using Shape = LatentShape;
-  const LatentLine<Shape::kRows, Shape::kKeys> line{p};
   if (threadIdx.x == 0) memory.init();
-  int* ends = memory.request_ends();
-  sum_over_requests<Shape::kThreads>(p.num_requests, ends, reinterpret_cast<int*>(memory.base),
-                                     [&line](int request) { return line.cost(request); });
-  const LatentWalk<Shape::kRows, Shape::kKeys> walk(p, ends, blockIdx.x);
+  const auto walk = begin_walk<Shape::kThreads, Shape::kRows, Shape::kKeys>(p, memory.request_ends(),
+                                                                            reinterpret_cast<int*>(memory.base));
   fence_shared_for_engines();
   __syncthreads();   // the copy engine brings tiles of keys where the sums are
   // One value for the whole warp, so that the branches below are seen to be uniform.

@@ -5,6 +5,9 @@
 //
 // A unit counts unit_cost tiles more than it has: the time that beginning and ending it takes. Padding of a CUDA graph (no
 // tokens) has no unit: all of it lies side by side, and the CTA that drew it was last by far.
+//
+// Where all units are equal, a share is some whole ones or an even part of one, if it is hardly longer for that: each cut
+// elsewhere costs another beginning and end, and adding up the parts.
 #pragma once
 
 #include "params/latent_params.h"
@@ -50,18 +53,21 @@ template <int ROWS, int KEYS>
 struct LatentWalk {
   const LatentParams& p;
   int cta, lane, share;         // this CTA and its lane; the length of a share
+  int parts = 1;                // more: as many shares have a unit, in even parts
   int next, stop;
   int request, request_begin;   // where the request begins on the line
   int length, num_units;        // of a unit of this request; of the request
 
-  // ends: of LatentLine's costs, read no more afterwards.
-  __device__ __forceinline__ LatentWalk(const LatentParams& params, const int* ends, int cta_index)
+  // ends: of LatentLine's costs, read no more afterwards.  are_equal: whether all units have as many tiles as the first.
+  __device__ __forceinline__ LatentWalk(const LatentParams& params, const int* ends, bool are_equal, int cta_index)
       : p(params), cta(cta_index) {
     const int total = ends[p.num_requests - 1];
     lane = cta % p.num_lanes;
     share = max((total + p.num_shares - 1) / p.num_shares, p.min_share);
-    next = min(cta / p.num_lanes * share, total);
+    if (are_equal && total > 0) even_out(total);
+    next = min(cta / p.num_lanes / parts * share, total);
     stop = min(next + share, total);
+    if (parts > 1 && next < total) take_part(cta / p.num_lanes % parts);
     request = find_request(ends, p.num_requests, next);
     request_begin = request == 0 ? 0 : ends[request - 1];
     measure();
@@ -90,15 +96,34 @@ struct LatentWalk {
     } while (work.end <= work.begin || work.first_row >= work.query_len * p.num_heads);
     work.request = request;
     work.seq_len = p.seq_lens[request];
-    const int first_share = unit_start / share;
-    work.num_parts = (unit_start + length - p.unit_cost - 1) / share - first_share + 1;
+    const int index = cta / p.num_lanes;
+    const int first_share = parts > 1 ? index - index % parts : unit_start / share;
+    work.num_parts = parts > 1 ? parts : (unit_start + length - p.unit_cost - 1) / share - first_share + 1;
     // A CTA has two parts at most: of the unit that came to it and of the one that it hands on.
-    work.slot = 2 * cta + (cta / p.num_lanes == first_share ? 1 : 0);
+    work.slot = 2 * cta + (index == first_share ? 1 : 0);
     work.first_slot = 2 * (first_share * p.num_lanes + lane) + 1;
     return true;
   }
 
  private:
+  // Of equal units: whole ones for a share, or as many shares as there are for each.
+  __device__ __forceinline__ void even_out(int total) {
+    const int tiles = LatentLine<ROWS, KEYS>{p}.num_tiles(0), unit = tiles + p.unit_cost, count = total / unit;
+    if (count > p.num_shares) {
+      const int units = (share + unit - 1) / unit * unit;
+      if (units <= share + p.slack) share = units;
+      return;
+    }
+    const int most = min(p.num_shares / count, min((unit + p.min_share - 1) / p.min_share, tiles));
+    if ((unit + most - 1) / most <= share + p.slack) parts = most, share = unit;
+  }
+
+  // Of the tiles of the unit that begins at `next`.
+  __device__ __forceinline__ void take_part(int part) {
+    const int tiles = share - p.unit_cost, first = next + p.unit_cost;
+    next = first + part * tiles / parts, stop = first + (part + 1) * tiles / parts;
+  }
+
   __device__ __forceinline__ void measure() {
     if (request >= p.num_requests) return;
     const LatentLine<ROWS, KEYS> line{p};
@@ -106,5 +131,19 @@ struct LatentWalk {
     num_units = line.num_units(request);
   }
 };
+
+// This CTA's walk. All THREADS.  ends: shared, a number of each request; warp_sums: THREADS / 32 more.
+template <int THREADS, int ROWS, int KEYS>
+__device__ __forceinline__ LatentWalk<ROWS, KEYS> begin_walk(const LatentParams& p, int* ends, int* warp_sums) {
+  const LatentLine<ROWS, KEYS> line{p};
+  const int first_tiles = line.num_tiles(0);
+  bool is_equal = true;   // what this thread has seen of the units
+  sum_over_requests<THREADS>(p.num_requests, ends, warp_sums, [&](int request) {
+    const int cost = line.cost(request);
+    is_equal &= cost == 0 || line.num_tiles(request) == first_tiles;
+    return cost;
+  });
+  return LatentWalk<ROWS, KEYS>(p, ends, __syncthreads_and(is_equal), blockIdx.x);
+}
 
 }  // namespace slipstream
