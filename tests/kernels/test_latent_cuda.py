@@ -42,8 +42,8 @@ def assert_right(call: LatentCall, case: LatentCase) -> None:
 
 
 # One tile; pairs; an odd tile, a padding request and one without rows, cut into parts; lanes, of which some have no
-# rows; a tree in blocks of 128; much padding, and nothing else; rings that go round; several units of a CTA; equal units,
-# in even parts and whole.
+# rows; a tree in blocks of 128; much padding, and nothing else; rings that go round; several units of a CTA; equal
+# units, in even parts and whole.
 EMULATED = [
     (([1], [40], 16), Schedule(1, 1), {}),
     (([1], [330], 16), Schedule(1, 1), {}),
@@ -79,7 +79,8 @@ def test_schedules_fill_the_gpu_with_lanes_of_the_mean_request() -> None:
     case = make_case([1], [64], 128, device=torch.device("cpu"))
     for num_tokens, num_heads, expected in (
         (1, 16, (132, 1, 16)),
-        (1, 20, (132, 1, 32)),
+        (1, 20, (132, 1, 24)),
+        (1, 32, (132, 1, 32)),
         (2, 16, (132, 1, 32)),
         (1, 128, (66, 2, 64)),
         (4, 20, (66, 2, 64)),

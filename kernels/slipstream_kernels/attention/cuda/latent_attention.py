@@ -21,7 +21,7 @@ from slipstream_kernels.dependent_launch import launches_dependently
 SOURCE = "sm90_latent_attention.cu"
 RANK, ROPE_DIM = 512, 64
 # Rows (tokens x heads) of a CTA, keys of a tile.
-ROWS, KEYS = (16, 32, 64), 64
+ROWS, KEYS = (16, 24, 32, 64), 64
 FP8_ROWS = ("SLIPSTREAM_FP8_ROWS=1",)
 # The costs of one sum per request lie where two tiles of keys come later.
 MAX_REQUESTS = 2 * KEYS * (RANK + ROPE_DIM) // 2

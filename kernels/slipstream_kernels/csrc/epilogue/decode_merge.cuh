@@ -4,16 +4,9 @@
 #pragma once
 
 #include "mma/decode_softmax.cuh"
+#include "ptx/part_counter.cuh"
 
 namespace slipstream {
-
-// Adds one to a counter in global memory, and returns what it was. What the CTA wrote before the caller's last barrier is seen
-// by who counts later, behind a barrier of its own: one thread's fence in place of one of every thread.
-__device__ __forceinline__ int count_part(int32_t* counter) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
 
 // Where the output of one segment goes.
 struct Destination {

@@ -1,12 +1,14 @@
 // Adds up the parts of rows whose keys several CTAs share, by their log-sum-exp (Flash-Decoding), in the CTA that leaves the
 // last of them: with many requests a unit has few parts, and those that are there early wait for no second kernel. In the
 // order of the keys, whoever is last, so that a launch repeats bit for bit. Few requests have many parts: latent_merge.cuh.
+// For few rows: latent_narrow_join.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include "mma/row_state.cuh"
 #include "ptx/hopper_copy.cuh"
+#include "ptx/part_counter.cuh"
 #include "schedule/latent_shape.cuh"
 #include "schedule/latent_work.cuh"
 
@@ -27,17 +29,15 @@ struct LatentJoin {
 
   // All threads, which have left their part.
   __device__ __forceinline__ void run() const {
-    __threadfence();
     sync_threads(kPartsLeft, kThreads);
     if (thread == 0) {
       int32_t* arrived = p.arrivals + work.first_slot / 2;
-      const bool is_last = atomicAdd(arrived, 1) == work.num_parts - 1;
+      const bool is_last = count_part(arrived) == work.num_parts - 1;
       if (is_last) *arrived = 0;   // for the next launch
       store_shared_4(flag, static_cast<uint32_t>(is_last));
     }
     sync_threads(kPartsLeft, kThreads);
     if (load_shared_4(flag) == 0) return;
-    __threadfence();
 #pragma unroll 1
     for (int row = thread / kRowThreads; row < num_rows(); row += kThreads / kRowThreads * kBatch) add_up(row);
   }

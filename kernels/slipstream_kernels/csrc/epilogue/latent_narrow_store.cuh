@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 
+#include "epilogue/latent_narrow_join.cuh"
 #include "mma/row_state.cuh"
 #include "schedule/latent_shape.cuh"
 #include "schedule/latent_work.cuh"
@@ -19,12 +20,23 @@ struct NarrowStore {
   const LatentParams& p;
   const LatentWork& work;
 
-  // maxima (base 2), sums: of the thread's rows.
-  __device__ __forceinline__ void run(const float (*out)[kRows / 2], const float (&maxima)[kRows / 4],
-                                      const float (&sums)[kRows / 4]) const {
-    if (work.num_parts == 1) store_rows(out, sums);
-    else leave_part(out, maxima, sums);
+  // maxima (base 2), sums: of the thread's rows.  flag: see NarrowParts.  All threads of both warpgroups.
+  __device__ __forceinline__ void run(float (*out)[kRows / 2], const float (&maxima)[kRows / 4], float (&sums)[kRows / 4],
+                                      uint32_t flag) const {
+    if (work.num_parts > 1 && p.arrivals == nullptr) return leave_part(out, maxima, sums);
+    if (work.num_parts > 1) {
+      auto& all = reinterpret_cast<float(&)[kSlabs * kRows / 2]>(out[0][0]);
+      const NarrowParts<kSlabs * kRows / 2, kRows / 4, NarrowStore> parts{
+          p, work, static_cast<int>(threadIdx.x % 128) + 128 * W, flag};
+      parts.leave(all, maxima, sums, W == 0 && threadIdx.x % 128 < 4);
+      if (!parts.is_last()) return;
+      parts.add_up(all, sums);
+    }
+    store_rows(out, sums);
   }
+
+  static __device__ __forceinline__ int row_of(int h) { return 8 * (h / 2) + lane() % 4 * 2 + h % 2; }
+  static constexpr __device__ int mine(int i) { return i % (kRows / 2) / 4 * 2 + i % 2; }
 
  private:
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -60,7 +72,7 @@ struct NarrowStore {
                                              const float (&sums)[kRows / 4]) const {
 #pragma unroll
     for (int h = 0; h < kRows / 4; ++h) {
-      const int row = 8 * (h / 2) + lane() % 4 * 2 + h % 2;
+      const int row = row_of(h);
       if (row >= num_rows()) continue;
       const int64_t part_row = static_cast<int64_t>(work.slot) * kRows + row;
       float* to = p.partial_out + part_row * Shape::kValueDim + lane() / 4;

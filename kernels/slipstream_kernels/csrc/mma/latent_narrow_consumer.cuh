@@ -1,4 +1,4 @@
-// The two warpgroups of latent attention with few rows (16 or 32) that multiply. Keys are the tall side of the products:
+// The two warpgroups of latent attention with few rows (16, 24 or 32) that multiply. Keys are the tall side of the products:
 // scores^T[64 keys x rows] = keys queries^T, out^T[64 columns x rows] += values^T probabilities^T. With queries as the
 // tall side, as latent_consumer.cuh has them, three of four rows would be padding, and shared memory, which gives a
 // slab to the tensor cores as fast as one of 64 rows of queries, would be read twice as long.
@@ -7,10 +7,9 @@
 // While one computes a softmax the tensor cores work for the other.
 #pragma once
 
-#include "epilogue/latent_join.cuh"
 #include "epilogue/latent_narrow_store.cuh"
 #include "mma/draft_mask.cuh"
-#include "mma/wgmma_shared.cuh"
+#include "mma/wgmma_few_columns.cuh"
 #include "schedule/latent_narrow_shape.cuh"
 
 namespace slipstream {
@@ -26,6 +25,9 @@ struct NarrowConsumer {
   static constexpr int kRows = Shape::kRows;
   static constexpr int kOther = 1 - W;
   static constexpr int kHalf = Shape::kValueSlabs / 2;
+  static constexpr int kGroups = NarrowMemory::kFoldsScales ? Shape::kScales : 1;   // of columns with scales of their own
+  // With folded scales latents are times 2^-120, and so would be what comes of them.
+  static constexpr float kProbFactor = 0x1p64f;
   static constexpr int kMine = kRows / 4;   // rows of a thread: 8 (h / 2) + 2 (lane % 4) + h % 2 is its row h
 
   const LatentParams& p;
@@ -37,12 +39,15 @@ struct NarrowConsumer {
   float normaliser[kMine];   // this thread's part
   float out[Shape::kValueSlabs][kRows / 2];
   float scores[kRows / 2];
+  float scales[2][Shape::kScales];   // folded ones, of the thread's two keys
 
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     while (receive()) {
+      int tile = work().begin + W;
+      if (NarrowMemory::kLoadsQueriesEarly && tile >= end) release(memory.query_emptied());
 #pragma unroll 1
-      for (int tile = work().begin + W; tile < end; tile += 2) attend(tile);
+      for (; tile < end; tile += 2) attend(tile);
       finish();
     }
   }
@@ -76,12 +81,18 @@ struct NarrowConsumer {
 
   __device__ __forceinline__ void attend(int tile) {
     const int rotated = ring.stage;
-    multiply_scores();
-    release(memory.emptied(W, rotated));
+    if constexpr (NarrowMemory::kFoldsScales) {
+      multiply_scaled_scores();
+    } else {
+      multiply_scores();
+      release(memory.emptied(W, rotated));
+    }
+    if (NarrowMemory::kLoadsQueriesEarly && tile + 2 >= end) release(memory.query_emptied());
     const int first = rotated + 1 == NarrowMemory::kRing ? 0 : rotated + 1;
     if ((tile + 1) * Shape::kKeys > prefix) hide(tile, first);
     leave_probs();
     multiply_values_of(first);
+    if (NarrowMemory::kFoldsScales) release(memory.emptied(W, rotated));
   }
 
   static __device__ __forceinline__ int stage_of(int first, int slab) {
@@ -98,14 +109,61 @@ struct NarrowConsumer {
       begin_products();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        multiply_shared<Operand, kRows>(scores, rows_operand(memory.slab(W, ring.stage)) + (k * 32 >> 4),
-                                        rows_operand(memory.queries(slab)) + (k * 32 >> 4), step + k > 0);
+        multiply_rows<kRows>(scores, rows_operand(memory.slab(W, ring.stage)) + (k * 32 >> 4),
+                             rows_operand(memory.queries(slab)) + (k * 32 >> 4), step + k > 0);
       }
       ring.advance();
     }
     commit_products();
     wait_for_products<0>();
     pin(scores);
+  }
+
+  // The same where they take the scales: latents are times 2^-120, and each group of 128 columns is summed by itself.
+  __device__ __forceinline__ void multiply_scaled_scores() {
+    float parts[2][kRows / 2];
+    pin(scores);
+    wait_barrier(memory.filled(W, 0), ring.parity);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint4 words = load_shared_16(memory.scales(W) + (warp() * 16 + lane() / 4 + 8 * r) * 16);
+      scales[r][0] = __uint_as_float(words.x), scales[r][1] = __uint_as_float(words.y);
+      scales[r][2] = __uint_as_float(words.z), scales[r][3] = __uint_as_float(words.w);
+    }
+    begin_products();
+    multiply_slab_of_keys(scores, 0, Shape::kSlabs - 1, 0);
+    commit_products();
+#pragma unroll
+    for (int group = 0; group < Shape::kScales; ++group) {
+      pin(parts[group % 2]);
+#pragma unroll
+      for (int slab = 2 * group; slab < 2 * group + 2; ++slab) {
+        wait_barrier(memory.filled(W, slab + 1), ring.parity);
+        begin_products();
+        multiply_slab_of_keys(parts[group % 2], slab + 1, slab, slab % 2);
+      }
+      commit_products();
+      wait_for_products<1>();
+      if (group == 0) pin(scores);
+      else add_part(parts[(group - 1) % 2], group - 1);
+    }
+    wait_for_products<0>();
+    add_part(parts[(Shape::kScales - 1) % 2], Shape::kScales - 1);
+    ring.parity ^= 1;
+  }
+
+  __device__ __forceinline__ void multiply_slab_of_keys(float (&sums)[kRows / 2], int stage, int slab, int adds) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      multiply_rows<kRows>(sums, rows_operand(memory.slab(W, stage)) + (k * 32 >> 4),
+                           rows_operand(memory.queries(slab)) + (k * 32 >> 4), adds + k > 0);
+    }
+  }
+
+  __device__ __forceinline__ void add_part(float (&part)[kRows / 2], int group) {
+    pin(part);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) scores[i] = __fmaf_rn(part[i] * 0x1p120f, scales[i / 2 % 2][group], scores[i]);
   }
 
   __device__ __forceinline__ void hide(int tile, int first) {
@@ -122,6 +180,14 @@ struct NarrowConsumer {
     }
     const int num_keys = work.seq_len - tile * Shape::kKeys;
     if (num_keys < Shape::kKeys) clear_tail(max(num_keys, 0), first);
+    if constexpr (NarrowMemory::kFoldsScales) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (warp() * 16 + lane() / 4 + 8 * r < num_keys) continue;
+#pragma unroll
+        for (float& scale : scales[r]) scale = 0.0f;
+      }
+    }
   }
 
   // Slots that the sequence has not reached may hold NaN, which a probability of 0 would not stop. The barrier before the
@@ -139,11 +205,15 @@ struct NarrowConsumer {
   __device__ __forceinline__ void leave_probs() {
     float rescale[kMine];
     follow_maxima(rescale);
-    const uint32_t probs = memory.probs(W) + lane() / 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int row = row_of(mine(i)), part = (2 * warp() + i / 2 % 2) ^ row % 8;
-      store_shared_2(probs + row * kSwizzleBytes + part * 16, pack<Operand>(scores[i], 0.0f));
+    for (int group = 0; group < kGroups; ++group) {
+      const uint32_t probs = memory.probs(W, group) + lane() / 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) {
+        const int row = row_of(mine(i)), part = (2 * warp() + i / 2 % 2) ^ row % 8;
+        const float factor = NarrowMemory::kFoldsScales ? scales[i / 2 % 2][group] * kProbFactor : 1.0f;
+        store_shared_2(probs + row * kSwizzleBytes + part * 16, pack<Operand>(scores[i] * factor, 0.0f));
+      }
     }
     fence_shared_for_engines();
     bool is_moved = false;
@@ -194,16 +264,16 @@ struct NarrowConsumer {
   }
 
   __device__ __forceinline__ void multiply_values_of(int first) {
-    const uint64_t probs = rows_operand(memory.probs(W));
 #pragma unroll
     for (auto& slab : out) pin(slab);
     begin_products();
 #pragma unroll
     for (int slab = 0; slab < Shape::kValueSlabs; ++slab) {
       const uint64_t values = columns_operand(memory.slab(W, stage_of(first, slab)), Shape::kSlabBytes);
+      const uint64_t probs = rows_operand(memory.probs(W, slab * kGroups / Shape::kValueSlabs));
 #pragma unroll
       for (int k = 0; k < Shape::kKeys / 16; ++k) {
-        multiply_slab<kRows>(out[slab], values + (k * 16 * kSwizzleBytes >> 4), probs + (k * 32 >> 4));
+        multiply_columns<kRows>(out[slab], values + (k * 16 * kSwizzleBytes >> 4), probs + (k * 32 >> 4));
       }
       if (slab % kHalf == kHalf - 1) commit_products();
     }
@@ -222,23 +292,25 @@ struct NarrowConsumer {
     float highest[kMine], sums[kMine];
     meet(highest, sums);
     // Of the second first: the first has read it where it puts its own.
-    if constexpr (W == 1) {
-      give(out + 0);
-      arrive_threads(kSecondGave, 256);
-      sync_threads(kFirstGave, 256);
-      take(out + kHalf);
-    } else {
-      sync_threads(kSecondGave, 256);
-      take(out + 0);
-      give(out + kHalf);
-      arrive_threads(kFirstGave, 256);
+#pragma unroll
+    for (int slab = 0; slab < kHalf; slab += NarrowMemory::kGivenSlabs) {
+      if constexpr (W == 1) {
+        give(out + slab);
+        arrive_threads(kSecondGave, 256);
+        sync_threads(kFirstGave, 256);
+        take(out + kHalf + slab);
+      } else {
+        sync_threads(kSecondGave, 256);
+        take(out + slab);
+        give(out + kHalf + slab);
+        arrive_threads(kFirstGave, 256);
+      }
     }
-    NarrowStore<W>{p, work()}.run(out + W * kHalf, highest, sums);
-    fence_shared_for_engines();   // the next queries come where the sums were
-    __syncwarp();
-    release(memory.query_emptied());
-    if (p.arrivals != nullptr && work().num_parts > 1) {
-      LatentJoin{p, work(), static_cast<int>(threadIdx.x % 128) + 128 * W, memory.flag()}.run();
+    NarrowStore<W>{p, work()}.run(out + W * kHalf, highest, sums, memory.flag());
+    if (!NarrowMemory::kLoadsQueriesEarly) {
+      fence_shared_for_engines();   // the next queries come where the sums were
+      __syncwarp();
+      release(memory.query_emptied());
     }
     query_parity ^= 1;
   }
@@ -270,6 +342,10 @@ struct NarrowConsumer {
                        : sum_of(0, row) * of_other + sum_of(1, row) * rescale[h];
       highest[h] = highest[h] == kNothing ? kNothing : shift;
     }
+    if (NarrowMemory::kFoldsScales) {
+#pragma unroll
+      for (float& value : rescale) value *= 0x1p120f / kProbFactor;
+    }
     scale_outputs(rescale);
   }
 
@@ -279,27 +355,27 @@ struct NarrowConsumer {
            (__uint_as_float(of_warps.z) + __uint_as_float(of_warps.w));
   }
 
-  // Half of the outputs, thread by thread: those of both warpgroups hold the same ones.
+  // Some slabs of the outputs, thread by thread: those of both warpgroups hold the same ones.
   __device__ __forceinline__ uint32_t given(int slab, int i) const {
-    return memory.address + ((slab * kRows / 2 + i) * 128 + threadIdx.x % 128 * 4) * 4;
+    return memory.given() + ((slab * kRows / 2 + i) * 128 + threadIdx.x % 128 * 4) * 4;
   }
-  __device__ __forceinline__ void give(const float (*half)[kRows / 2]) const {
+  __device__ __forceinline__ void give(const float (*slabs)[kRows / 2]) const {
 #pragma unroll
-    for (int slab = 0; slab < kHalf; ++slab) {
+    for (int slab = 0; slab < NarrowMemory::kGivenSlabs; ++slab) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; i += 4) {
-        store_shared_16(given(slab, i), half[slab][i], half[slab][i + 1], half[slab][i + 2], half[slab][i + 3]);
+        store_shared_16(given(slab, i), slabs[slab][i], slabs[slab][i + 1], slabs[slab][i + 2], slabs[slab][i + 3]);
       }
     }
   }
-  __device__ __forceinline__ void take(float (*half)[kRows / 2]) const {
+  __device__ __forceinline__ void take(float (*slabs)[kRows / 2]) const {
 #pragma unroll
-    for (int slab = 0; slab < kHalf; ++slab) {
+    for (int slab = 0; slab < NarrowMemory::kGivenSlabs; ++slab) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; i += 4) {
         const uint4 words = load_shared_16(given(slab, i));
-        half[slab][i] += __uint_as_float(words.x), half[slab][i + 1] += __uint_as_float(words.y);
-        half[slab][i + 2] += __uint_as_float(words.z), half[slab][i + 3] += __uint_as_float(words.w);
+        slabs[slab][i] += __uint_as_float(words.x), slabs[slab][i + 1] += __uint_as_float(words.y);
+        slabs[slab][i + 2] += __uint_as_float(words.z), slabs[slab][i + 3] += __uint_as_float(words.w);
       }
     }
   }

@@ -1,6 +1,7 @@
 // The warpgroups that convert FP8 latents for few rows of queries: of two each takes every second part of a tile. A part, 128
 // columns of 64 keys, goes from where the copy engine left it to two slabs in the ring of the warpgroup that multiplies the
-// tile.
+// tile. With 16 rows its bits are laid out as bf16 and no more: scales are folded into scores and probabilities
+// (latent_narrow_consumer.cuh).
 #pragma once
 
 #include "pipeline/latent_widen.cuh"
@@ -24,7 +25,7 @@ struct NarrowConverter : WidenedPart {
 #pragma unroll 1
       for (int i = 0; i < work.end - work.begin; ++i) {
         const int w = i % 2;
-        wait_barrier(memory.scales_filled(scales.stage), scales.parity);
+        if (!NarrowMemory::kFoldsScales) wait_barrier(memory.scales_filled(scales.stage), scales.parity);
 #pragma unroll
         for (int part = C; part < Shape::kScales; part += Shape::kConverters) {
           convert(part, place.stage, place.parity, memory.scales(scales.stage), w, parities >> w & 1);
@@ -32,7 +33,7 @@ struct NarrowConverter : WidenedPart {
           for (int step = 0; step < Shape::kConverters; ++step) place.advance();
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(memory.scales_emptied(scales.stage));
+        if (!NarrowMemory::kFoldsScales && threadIdx.x % 32 == 0) arrive(memory.scales_emptied(scales.stage));
         scales.advance();
         parities ^= 1u << w;
       }
@@ -52,7 +53,9 @@ struct NarrowConverter : WidenedPart {
     for (int i = 0; i < kRounds; ++i) {
       const int row = first_row + i * kRowStep;
       words[i] = load_shared_16(memory.raw(stage) + row * Shape::kScaleColumns + column * 16);
-      scales[i] = __uint_as_float(load_shared_4(tile_scales + (row * Shape::kScales + part) * 4));
+      if constexpr (!NarrowMemory::kFoldsScales) {
+        scales[i] = __uint_as_float(load_shared_4(tile_scales + (row * Shape::kScales + part) * 4));
+      }
     }
     fence_shared_for_engines();   // else the copy engine may overwrite what is still on its way here
     __syncwarp();
@@ -63,7 +66,13 @@ struct NarrowConverter : WidenedPart {
     char* slab = at(memory.slab(w, first_slab)) + column / 4 * Shape::kSlabBytes + first_row * kSwizzleBytes;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      store_widened(slab + i * kRowStep * kSwizzleBytes, column, first_row % 8, words[i], scales[i]);
+      char* to = slab + i * kRowStep * kSwizzleBytes;
+      if constexpr (NarrowMemory::kFoldsScales) {
+        store_columns(to, column, first_row % 8, lay_out_latents(words[i].x, words[i].y),
+                      lay_out_latents(words[i].z, words[i].w));
+      } else {
+        store_widened(to, column, first_row % 8, words[i], scales[i]);
+      }
     }
     fence_shared_for_engines();
     __syncwarp();

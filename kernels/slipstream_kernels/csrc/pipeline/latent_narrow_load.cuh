@@ -1,5 +1,6 @@
 // The keys of few rows of queries (latent_narrow_shape.cuh). bf16 rows: a thread fills the ring of each warpgroup. FP8 rows:
-// one thread brings latents and scales, in the order of the tiles, to those who convert them, one the rotated slabs.
+// one thread brings latents and scales, in the order of the tiles, to those who convert them, one the rotated slabs, and the
+// scales with these where scores take them.
 #pragma once
 
 #include "pipeline/latent_load.cuh"
@@ -41,10 +42,12 @@ struct NarrowLoader : LatentLoader<NarrowMemory> {
     PipelineState<NarrowMemory::kRaw> place;
     PipelineState<2> scales;
     for_tiles<1>(walk, 0, [&](int row, int) {
-      wait_barrier(memory.scales_emptied(scales.stage), scales.parity ^ 1);
-      arrive_expecting(memory.scales_filled(scales.stage), Shape::kScaleBytes);
-      copy_box(memory.scales(scales.stage), &maps.scales, memory.scales_filled(scales.stage), hint(), 0, row);
-      scales.advance();
+      if constexpr (!NarrowMemory::kFoldsScales) {
+        wait_barrier(memory.scales_emptied(scales.stage), scales.parity ^ 1);
+        arrive_expecting(memory.scales_filled(scales.stage), Shape::kScaleBytes);
+        copy_box(memory.scales(scales.stage), &maps.scales, memory.scales_filled(scales.stage), hint(), 0, row);
+        scales.advance();
+      }
 #pragma unroll 1
       for (int part = 0; part < Shape::kScales; ++part) {
         wait_barrier(memory.raw_emptied(place.stage), place.parity ^ 1);
@@ -59,8 +62,12 @@ struct NarrowLoader : LatentLoader<NarrowMemory> {
   __device__ __forceinline__ void load_rotated(Walk walk) const {
     uint32_t parities = 0;   // bit w: of warpgroup w's ring
     for_tiles<1>(walk, 0, [&](int row, int i) {
-      load_slab(i % 2, 0, parities >> i % 2 & 1, &maps.rope, 0, row);
-      parities ^= 1u << i % 2;
+      const int w = i % 2;
+      wait_barrier(memory.emptied(w, 0), parities >> w & 1 ^ 1);
+      arrive_expecting(memory.filled(w, 0), Shape::kSlabBytes + (NarrowMemory::kFoldsScales ? Shape::kScaleBytes : 0));
+      copy_box(memory.slab(w, 0), &maps.rope, memory.filled(w, 0), hint(), 0, row);
+      if (NarrowMemory::kFoldsScales) copy_box(memory.scales(w), &maps.scales, memory.filled(w, 0), hint(), 0, row);
+      parities ^= 1u << w;
     });
   }
 };

@@ -15,6 +15,17 @@ struct WidenedPart {
   static constexpr int kRounds = Shape::kKeys / kRowStep;
 };
 
+// Four e4m3 numbers, their bits in the place of bf16's: each times 2^-120, subnormal ones too. NaN becomes a number.
+__device__ __forceinline__ uint2 lay_out_e4m3(uint32_t word) {
+  const auto lay_out = [](uint32_t high_bytes) { return (high_bytes & 0x80008000u) | (high_bytes >> 4 & 0x07f007f0u); };
+  return make_uint2(lay_out(__byte_perm(word, 0, 0x1404)), lay_out(__byte_perm(word, 0, 0x3424)));
+}
+
+__device__ __forceinline__ uint4 lay_out_latents(uint32_t first, uint32_t second) {
+  const uint2 low = lay_out_e4m3(first), high = lay_out_e4m3(second);
+  return make_uint4(low.x, low.y, high.x, high.y);
+}
+
 __device__ __forceinline__ uint4 widen_latents(uint32_t first, uint32_t second, float scale) {
   uint32_t pairs[4];
   widen_e4m3(first, pairs[0], pairs[1]);
@@ -29,12 +40,15 @@ __device__ __forceinline__ uint4 widen_latents(uint32_t first, uint32_t second, 
 
 // 16 columns of a row: two swizzled parts of 16 bytes. The threads of a row's second slab begin with the other one, so
 // that eight neighbouring threads write to different banks.
-__device__ __forceinline__ void store_widened(char* row, int column, int row_in_unit, uint4 words, float scale) {
-  const uint4 low = widen_latents(words.x, words.y, scale), high = widen_latents(words.z, words.w, scale);
+__device__ __forceinline__ void store_columns(char* row, int column, int row_in_unit, uint4 low, uint4 high) {
   const bool is_swapped = column / 4 == 1;
   const int part = column % 4 * 2;
   *reinterpret_cast<uint4*>(row + ((part + is_swapped) ^ row_in_unit) * 16) = is_swapped ? high : low;
   *reinterpret_cast<uint4*>(row + ((part + !is_swapped) ^ row_in_unit) * 16) = is_swapped ? low : high;
+}
+
+__device__ __forceinline__ void store_widened(char* row, int column, int row_in_unit, uint4 words, float scale) {
+  store_columns(row, column, row_in_unit, widen_latents(words.x, words.y, scale), widen_latents(words.z, words.w, scale));
 }
 
 }  // namespace slipstream

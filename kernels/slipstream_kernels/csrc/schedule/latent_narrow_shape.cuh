@@ -1,4 +1,4 @@
-// Shared memory of latent attention with few rows (16 or 32): queries, a ring of slabs of keys for each warpgroup that
+// Shared memory of latent attention with few rows (16, 24 or 32): queries, a ring of slabs of keys for each warpgroup that
 // multiplies, probabilities, FP8 latents as they come, barriers.
 #pragma once
 
@@ -18,10 +18,18 @@ struct NarrowMemory {
   static constexpr bool kIsFp8 = Shape::kIsFp8;
   static constexpr int kRing = kIsFp8 ? Shape::kSlabs : kRows == 16 ? 12 : 11;   // slabs
   static constexpr int kRaw = !kIsFp8 ? 0 : kRows == 16 ? 6 : 4;                 // 64 keys x 128 columns in FP8
+  // What the warpgroups give each other at the end of a unit, some slabs of outputs at a time: in a place of its own, so that
+  // the next queries come as soon as the last scores are done, or where the queries were.
+  static constexpr bool kLoadsQueriesEarly = kRows < 32;
+  static constexpr int kGivenSlabs = kLoadsQueriesEarly ? 2 : Shape::kValueSlabs / 2;
   static constexpr int kProbOffset = kQueryBytes;
-  static constexpr int kRingOffset = kProbOffset + 2 * kQuerySlabBytes;
+  // FP8 rows: whether scores and probabilities take the scales, not what is converted. Then there are four times as many
+  // probabilities, which find place where the rotated slab was.
+  static constexpr bool kFoldsScales = kIsFp8 && kRows == 16;
+  static constexpr int kRingOffset = kProbOffset + (kFoldsScales ? 0 : 2 * kQuerySlabBytes);
   static constexpr int kRawOffset = kRingOffset + 2 * kRing * Shape::kSlabBytes;
-  static constexpr int kScaleOffset = kRawOffset + kRaw * Shape::kSlabBytes;
+  static constexpr int kGivenOffset = kRawOffset + kRaw * Shape::kSlabBytes;
+  static constexpr int kScaleOffset = kGivenOffset + (kLoadsQueriesEarly ? kGivenSlabs * kRows * 256 : 0);
   static constexpr int kMaximumOffset = kScaleOffset + (kIsFp8 ? 2 * Shape::kScaleBytes : 0);
   static constexpr int kSumOffset = kMaximumOffset + 2 * kRows * 16;
   static constexpr int kWorkOffset = kSumOffset + 2 * kRows * 16;
@@ -32,8 +40,7 @@ struct NarrowMemory {
   static constexpr int kNumBarriers = kRawBarrier + 2 * kRaw + (kIsFp8 ? 4 : 0);
   static constexpr int kTotalBytes = kBarrierOffset + 8 * kNumBarriers;
   static_assert(kTotalBytes <= 227 * 1024);
-  // What the warpgroups give each other at the end of a unit lies where the queries were.
-  static_assert(kRows * Shape::kValueDim / 2 * 4 <= kQueryBytes);
+  static_assert(kLoadsQueriesEarly || kGivenSlabs * kRows * 256 <= kQueryBytes);
 
   char* base;         // aligned to the swizzle's units
   uint32_t address;
@@ -41,12 +48,16 @@ struct NarrowMemory {
   __device__ __forceinline__ explicit NarrowMemory(char* memory) : base(memory), address(shared_address(memory)) {}
 
   __device__ __forceinline__ uint32_t queries(int slab) const { return address + slab * kQuerySlabBytes; }
-  __device__ __forceinline__ uint32_t probs(int w) const { return address + kProbOffset + w * kQuerySlabBytes; }
+  // group: of columns with scales of their own; the rotated slab lies in the first place of the ring.
+  __device__ __forceinline__ uint32_t probs(int w, int group) const {
+    return kFoldsScales ? slab(w, 0) + group * kQuerySlabBytes : address + kProbOffset + w * kQuerySlabBytes;
+  }
   __device__ __forceinline__ uint32_t slab(int w, int stage) const {
     return address + kRingOffset + (w * kRing + stage) * Shape::kSlabBytes;
   }
   __device__ __forceinline__ uint32_t raw(int stage) const { return address + kRawOffset + stage * Shape::kSlabBytes; }
-  // Of a tile: [64 keys][4].
+  __device__ __forceinline__ uint32_t given() const { return address + (kLoadsQueriesEarly ? kGivenOffset : 0); }
+  // Of a tile: [64 keys][4]. Folded ones are filled and given back with the rotated slab of warpgroup `stage`.
   __device__ __forceinline__ uint32_t scales(int stage) const { return address + kScaleOffset + stage * Shape::kScaleBytes; }
   // Of warpgroup w's four warps, side by side: maxima of a row's scores, sums of its probabilities.
   __device__ __forceinline__ uint32_t maxima(int w, int row) const { return address + kMaximumOffset + (w * kRows + row) * 16; }

@@ -1,5 +1,5 @@
 // Shared memory of the latent attention kernel: 64 rows of queries, two tiles of 64 keys, probabilities, barriers.
-// A library built with SLIPSTREAM_ROWS=16 or 32 has as many rows of queries: latent_narrow_shape.cuh.
+// A library built with SLIPSTREAM_ROWS=16, 24 or 32 has as many rows of queries: latent_narrow_shape.cuh.
 //
 // Rows of the cache are bf16; of a library built with SLIPSTREAM_FP8_ROWS=1 they are FP8 (latent_cache.py), and become
 // bf16 where the tensor cores read them (latent_convert.cuh).
@@ -35,8 +35,8 @@ struct LatentShape {
   static constexpr int kConverters = !kIsFp8 ? 0 : kRows == 16 ? 2 : 1;
   static constexpr int kThreads = 384 + 128 * kConverters;
   static constexpr int kLoadRegisters = kIsFp8 && kRows == 64 ? 24 : 40;
-  static constexpr int kConvertRegisters = kRows == 64 ? 40 : kRows == 32 ? 72 : 64;
-  static constexpr int kRegisters = !kIsFp8 ? 232 : kRows == 64 ? 224 : kRows == 32 ? 200 : 152;
+  static constexpr int kConvertRegisters = kRows == 64 ? 40 : kRows == 16 ? 64 : 72;
+  static constexpr int kRegisters = !kIsFp8 ? 232 : kRows == 64 ? 224 : kRows == 16 ? 152 : 200;
   // An FP8 row: 512 bytes of latents, a scale for each 128 of them, 64 rotated features in bf16.
   static constexpr int kScaleColumns = 128;
   static constexpr int kScales = kValueDim / kScaleColumns;
