@@ -16,6 +16,7 @@ from slipstream_kernels.fp8 import Fp8Scheme
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cuda import (
     mixed_gemm,
+    mixed_gemm_pairs,
     mixed_gemm_w4a8,
     mixed_gemm_w4a16,
     stream_plan,
@@ -23,7 +24,15 @@ from slipstream_kernels.gemm.cuda import (
 )
 
 SIZE = 4096
-KERNELS = ("skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "mixed_gemm_w4a16", "mixed_gemm_w4a8")
+KERNELS = (
+    "skinny_gemm",
+    "swap_ab_gemm",
+    "swap_ab_stream",
+    "mixed_gemm",
+    "mixed_gemm_w4a16",
+    "mixed_gemm_pairs",
+    "mixed_gemm_w4a8",
+)
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -109,6 +118,8 @@ def product_by(kernel: str) -> Product:
         scheme = Fp8Scheme(sum_columns=w4a8_layout.sum_columns(four_bits.group_size))
         return lambda x: by_w4a8(ops.quantize_fp8(x[:33], scheme), repacked)
     repacked, kind = int4_layout.repack(four_bits), mixed_gemm_w4a16.format_of(torch.bfloat16, 1)
+    if kernel == "mixed_gemm_pairs":
+        return lambda x: by_pairs(x[:8], repacked)
     at_once = partial(mixed_gemm_w4a16.clusters_at_once, plain.device, kind)
     variant = next(iter(mixed_gemm_w4a16.candidates(33, (SIZE, SIZE), at_once)))
     return lambda x: by_w4a16(x[:33], repacked, variant)
@@ -118,6 +129,12 @@ def by_w4a8(rows: ops.Fp8Rows, weight: ops.Int4Weight) -> torch.Tensor:
     out = torch.empty(rows.num_tokens, SIZE, dtype=torch.bfloat16, device="cuda")
     assert rows.activation_sums is not None
     mixed_gemm_w4a8.mixed_gemm_w4a8(rows, weight, None, out, activation_sums=rows.activation_sums)
+    return out
+
+
+def by_pairs(x: torch.Tensor, weight: ops.Int4Weight) -> torch.Tensor:
+    out = torch.empty_like(x)
+    mixed_gemm_pairs.mixed_gemm_pairs(x, weight, None, out, mixed_gemm.Variant(16, 1, 2))
     return out
 
 

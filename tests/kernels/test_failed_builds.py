@@ -34,9 +34,9 @@ from slipstream_kernels.sample.cuda import sample
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 IN_CUDA = {
-    "skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "skinny_gemm_w4a16", "mixed_gemm_w4a16",
-    "stream_w4a16", "mixed_gemm_w4a8", "stream_w4a8", "w4a8_gemm", "int8_gemm", "grouped_mxfp4_gemm",
-    "grouped_mxfp4_wide", "grouped_stream",
+    "skinny_gemm", "swap_ab_gemm", "swap_ab_stream", "mixed_gemm", "mixed_gemm_pairs", "skinny_gemm_w4a16",
+    "mixed_gemm_w4a16", "stream_w4a16", "mixed_gemm_w4a8", "stream_w4a8", "w4a8_gemm", "int8_gemm",
+    "grouped_mxfp4_gemm", "grouped_mxfp4_wide", "grouped_stream",
 }  # fmt: skip
 Answer = str  # of a fake kernel: its name
 Kernels = dict[str, Kernel]
@@ -103,6 +103,7 @@ def product(kind: WeightKind, num_rows: int, rows: str = PLAIN_ROWS, gated: bool
         (("fp8_block", E4M3), 40, FP8_ROWS, True, "swap_ab_gemm", "scaled_mm"),
         (("int8", torch.int8), 4, PLAIN_ROWS, False, "skinny_gemm", "int8_mm"),
         (("w8a16", torch.int32), 100, PLAIN_ROWS, False, "mixed_gemm", "int8_dequantise+library"),
+        (("w4a16", torch.int32), 4, PLAIN_ROWS, False, "mixed_gemm_pairs", "int4_dequantise+library"),
         (("w4a16", torch.uint8), 4, PLAIN_ROWS, False, "skinny_gemm_w4a16", "int4_dequantise+library"),
         (("w4a16", torch.uint8), 40, PLAIN_ROWS, False, "mixed_gemm_w4a16", "int4_dequantise+library"),
         (("w4a16", torch.uint8), 100, PLAIN_ROWS, False, "stream_w4a16", "int4_dequantise+library"),

@@ -46,7 +46,7 @@ def test_the_table_has_all_models_and_kernels() -> None:
     text = kernel_choices.GOLDEN.read_text()
     assert all(text.count(f"{model} ") > 30 for model in kernel_choices.MODELS) and len(kernel_choices.MODELS) >= 12
     for kernel in ("skinny_gemm", "swap_ab_gemm", "mixed_gemm", "mixed_gemm_w4a8", "w4a8_gemm", "skinny_gemm_w4a16",
-                   "mixed_gemm_w4a16", "stream_w4a8", "stream_w4a16", "scaled_mm", "library",
+                   "mixed_gemm_w4a16", "mixed_gemm_pairs", "stream_w4a8", "stream_w4a16", "scaled_mm", "library",
                    "grouped_w4a8_gemm"):  # fmt: skip
         assert f" {kernel}" in text
 

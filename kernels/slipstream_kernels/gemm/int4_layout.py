@@ -1,6 +1,6 @@
 """The order of 4-bit weights for 16-bit rows in a Hopper GPU's memory: what repack_int4 makes there, and back.
 
-Plain torch.  All kernels of 16-bit rows (skinny_gemm_w4a16, mixed_gemm_w4a16) read one order of qweight: tiles of 16
+Plain torch.  All kernels of 16-bit rows (skinny_gemm_w4a16, mixed_gemm_w4a16 and _pairs) read one order: tiles of 16
 output features, in each the blocks of 128 input features, so that one copy brings a run of a tile's blocks; in a block,
 the A fragments of matrix products as lanes hold them.  For FP8 rows: w4a8_layout.
 """

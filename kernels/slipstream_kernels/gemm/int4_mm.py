@@ -29,6 +29,7 @@ def int4_mm(
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; or rows of e4m3 scaled per token (W4A8).
     The result has x's dtype.  weight: canonical (uint8) or as repack_int4 made it for x's device and kind of rows.
     bias: [out_features], any float dtype.
+    Few bf16 rows are sums of two e4m3 numbers, which miss a number by at most 2^-21 of its group's largest.
     Codes less zero-points are exact in every type of product; group scales are applied to sums in fp32, or to weights
     in x's dtype.  FP8 sums leave the tensor core for fp32 at least every 128 input features.  Except: more than 64 FP8
     rows (128 or 256 of few output features) and a repacked weight, whose (code - zero) * scale is rounded to e4m3 (2 to

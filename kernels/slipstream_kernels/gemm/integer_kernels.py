@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from slipstream_kernels.gemm.kernel_rules import (
 )
 from slipstream_kernels.gemm.product import Product
 from slipstream_kernels.gemm.tuning import tuning_of
-from slipstream_kernels.kernel_choice import Config, Device, Kernel, never
+from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, never
 from slipstream_kernels.select import load_module
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ def _int4_by(name: str) -> Run:
         return y
 
     return run
+
+
+def _needs_bf16(product: Product) -> str | None:
+    return None if product.dtype == torch.bfloat16 else f"rows are {product.dtype}, not bfloat16"
 
 
 def _stream_w4a16_refusal(product: Product) -> str | None:
@@ -165,7 +170,12 @@ def _w4a8_many_refusal(product: Product) -> str | None:
     return reason
 
 
-def _mixed_gemm(name: str, run: Run, gates: Callable[[Product], bool] = never) -> Kernel[Product, Run]:
+def _mixed_gemm(
+    name: str,
+    run: Run,
+    gates: Callable[[Product], bool] = never,
+    refusal: Callable[[Product], str | None] = needs_16_bits,
+) -> Kernel[Product, Run]:
     """A format of the mixed GEMM; gemm/cuda/<name>.py has its libraries and the choice of its variant."""
 
     def configure(product: Product, device: Device[Product]) -> Config | None:
@@ -184,7 +194,7 @@ def _mixed_gemm(name: str, run: Run, gates: Callable[[Product], bool] = never) -
         count: int = kernel.clusters_at_once(weight.device, weight_format, kernel.Variant(*config))
         return count
 
-    return Kernel(run, needs_16_bits, configure, gates, count_clusters)
+    return Kernel(run, refusal, configure, gates, count_clusters)
 
 
 INTEGER_KERNELS: Mapping[str, Kernel[Product, Run]] = {
@@ -192,6 +202,7 @@ INTEGER_KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "mixed_gemm": _mixed_gemm("mixed_gemm", _mixed, in_pairs_of_tiles),
     "int8_dequantise+library": Kernel(_int8_written_out),
     "skinny_gemm_w4a16": Kernel(_int4_by("rows"), needs_16_bits, gates=in_pairs_of_tiles),
+    "mixed_gemm_pairs": _mixed_gemm("mixed_gemm_pairs", _int4_by("pairs"), always, _needs_bf16),
     "mixed_gemm_w4a16": _mixed_gemm("mixed_gemm_w4a16", _int4_by("mixed")),
     "stream_w4a16": Kernel(_stream_w4a16, _stream_w4a16_refusal, _stream_w4a16_config, never, _stream_w4a16_ctas),
     "int4_dequantise+library": Kernel(_int4_by("written_out"), needs_16_bits),

@@ -75,6 +75,7 @@ class Tuning:
     features, and of so many times as many input features or more.
     exact_features: up to so many rows stream_w4a8 multiplies exactly, with weights of up to so many output features.
     mixed_gemm_w4a16: (most tokens of a tile, warpgroups_m, splits, least, most blocks) of up to so many rows, likewise;
+    mixed_gemm_pairs: (warpgroups_m, splits, least, most blocks) of up to so many columns, two for each row, likewise.
     small_weights: of up to so many rows, weights of up to so many numbers are not multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
     swap_ab_fp8: of FP8 rows and weights with one scale a row; swap_ab: of all others.
@@ -87,6 +88,7 @@ class Tuning:
     narrow_features: Mapping[int, tuple[int, float]]
     exact_features: Mapping[int, int]
     mixed_gemm_w4a16: Mapping[int, tuple[tuple[int, int, int, int, int], ...]]
+    mixed_gemm_pairs: Mapping[int, tuple[tuple[int, int, int, int], ...]]
     small_weights: Mapping[int, int]
     narrow_tile_costs: Mapping[str, float]
     swap_ab: SwapAbCosts
@@ -160,6 +162,24 @@ _STREAM_OF_W4A16 = Use(
         Case(((129, 1024),)),
     ),
 )
+# Splitting rows is one more launch: 2048 x 2048 at 8 rows takes 5.7 us, by skinny_gemm_w4a16 4.7. That is faster, too,
+# where a cluster has 10 tiles of 16 places (10240 x 8192 at 8 rows 21.8 us and 23.9), and so is mixed_gemm_w4a16 for 25
+# rows and more of some (6144 x 4096 at 32 rows 12.7 us and 13.5). Bytes of a row of int32 words: four a feature.
+_PAIRS_OF_W4A16 = Use(
+    "mixed_gemm_pairs",
+    (
+        Case(((1, 16),), (2049, 4096), (4 * 2049, MOST_ROWS)),
+        Case(((5, 16),), (0, 2048), (4 * 4097, MOST_ROWS)),
+        Case(((1, 16),), (4097, 8448), (4 * 2049, MOST_ROWS)),
+        Case(((9, 16),), (8449, 12287), (4 * 2048, MOST_ROWS)),
+        Case(((1, 16),), (12288, MOST_ROWS), (4 * 2048, MOST_ROWS)),
+        Case(((17, 32),), (0, 8448), (0, 4 * 2048)),
+        Case(((17, 24),), (0, 3840), (4 * 2049, 4 * 5119)),
+        Case(((17, 24),), (4225, 8448), (4 * 2049, 4 * 5119)),
+        Case(((17, 32),), (16385, MOST_ROWS), (4 * 3584, 4 * 5119)),
+        Case(((17, 32),), row_bytes=(4 * 5120, MOST_ROWS)),
+    ),
+)
 # Smaller weights than 3,584 x 3,584 were not timed. Elsewhere CUTLASS is as fast: 28672 x 4096 at 112 / 200 rows 43 /
 # 57 us and 45 / 61, 15360 x 5120 30 / 39 and 33 / 40; or mixed_gemm: 4096 x 4096 at 128 rows 17 us and 19.
 _W4A8_ROW = 8 * 3584  # bytes of a row of int64 words, as Case counts them
@@ -216,6 +236,7 @@ _USES_OF_H200: Table = {
     ("int4", FP8_ROWS): _INT4,
     ("mxfp4", PLAIN_ROWS): _INT4,
     ("w4a16", PLAIN_ROWS): (
+        _PAIRS_OF_W4A16,
         up_to("skinny_gemm_w4a16", 16),
         _STREAM_OF_W4A16,
         up_to("mixed_gemm_w4a16", 512),
@@ -269,6 +290,29 @@ H200 = Tuning(
         ),
         128: ((128, 4, 5, 29, 128), (128, 4, 4, 1, MANY_BLOCKS), (128, 4, 3, 1, MANY_BLOCKS)),
         MOST_ROWS: ((128, 4, 4, 1, MANY_BLOCKS), (128, 4, 2, 1, MANY_BLOCKS)),
+    },
+    mixed_gemm_pairs={
+        32: (
+            (1, 3, 49, MANY_BLOCKS),  # 2048 x 8192
+            (4, 8, 129, MANY_BLOCKS),  # 3584 x 18944 at 8 rows 18 us, in two splits 22
+            (4, 5, 97, MANY_BLOCKS),
+            (1, 2, 1, MANY_BLOCKS),
+            (4, 4, 33, MANY_BLOCKS),  # 5120 x 5120 at 8 rows 10.1 us, in one split 12.7
+            (1, 1, 1, MANY_BLOCKS),
+            (4, 2, 64, MANY_BLOCKS),
+            (2, 1, 1, MANY_BLOCKS),
+        ),
+        64: (
+            (2, 6, 49, 96),
+            (4, 8, 129, MANY_BLOCKS),
+            (2, 4, 1, 48),
+            (2, 3, 1, 48),
+            (1, 2, 65, MANY_BLOCKS),
+            (4, 4, 1, MANY_BLOCKS),
+            (1, 1, 1, MANY_BLOCKS),
+            (4, 2, 1, MANY_BLOCKS),
+            (2, 1, 1, MANY_BLOCKS),
+        ),
     },
     small_weights={128: 0, MOST_ROWS: 1 << 24},
     narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},

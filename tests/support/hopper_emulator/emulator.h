@@ -31,10 +31,11 @@ struct Index {
 
 struct Cta;
 
-// Of cp.async: 16 bytes of memory, or of zeros.
+// Of cp.async: bytes of memory, or of zeros.
 struct OwnCopy {
   char* to;
   const char* from;
+  int bytes;
 };
 
 struct Fiber {

@@ -1,6 +1,7 @@
 // The end of a pass: sums of warpgroups and of a cluster's CTAs are added in a fixed order, scaled, biased and written.
 #pragma once
 
+#include "mma/warp_mma.cuh"
 #include "schedule/mixed_gemm_shape.cuh"
 
 namespace slipstream {
@@ -66,6 +67,7 @@ struct MixedGemmWriter {
   // Transposed: lane l has token l / 4 and features 2 (l % 4), + 1 of the eight.
   __device__ __forceinline__ void store(int token, int width, int column, const float (&values)[2]) const {
     const uint32_t pair = transpose_8x8(pack<OUT>(values[0], values[1]));
+    if constexpr (SHAPE::kTokens == 4) token = token % 2 == 0 ? token / 2 : SHAPE::kTokens;   // every second place of eight
     if (token >= work.num_tokens) return;
     OUT* out = static_cast<OUT*>(p.out) + int64_t{work.first_token + token} * width + column + 2 * (lane % 4);
     *reinterpret_cast<uint32_t*>(out) = pair;
@@ -112,12 +114,12 @@ struct MixedGemmEpilogue {
     sync_threads(1, SHAPE::kConsumers);   // the constants are there
     if (warp >= tiles) return;
 #pragma unroll 1
-    for (int group = 0; group < SHAPE::kColumns / 8; group += kAtOnce) write_groups(pass, first, group, sums);
+    for (int group = 0; group < SHAPE::kTokenGroups; group += kAtOnce) write_groups(pass, first, group, sums);
   }
 
  private:
   // Groups of eight tokens. Sums move down and the code is a loop: instructions for all at once would come from L2.
-  static constexpr int kAtOnce = SHAPE::kColumns > 64 && !SHAPE::kIsE4m3 ? 4 : SHAPE::kColumns / 8;
+  static constexpr int kAtOnce = SHAPE::kColumns > 64 && !SHAPE::kIsE4m3 ? 4 : SHAPE::kTokenGroups;
 
   __device__ __forceinline__ void write_groups(int pass, int first, int group, float (&left)[SHAPE::kSums]) const {
 #pragma unroll
@@ -136,10 +138,9 @@ struct MixedGemmEpilogue {
   __device__ __forceinline__ void exchange(int pass, int first, int tiles, const float (&sums)[SHAPE::kSums]) const {
     sync_threads(1, SHAPE::kConsumers);   // the ring has been read
 #pragma unroll
-    for (int i = 0; i < SHAPE::kColumns / 8; ++i) {
+    for (int i = 0; i < SHAPE::kTokenGroups; ++i) {
       const float4 v = sums_of(sums, i);
-      asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(memory.exchange(warp, i) + lane * 16), "f"(v.x),
-                   "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+      store_shared_16(memory.exchange(warp, i) + lane * 16, v.x, v.y, v.z, v.w);
     }
     sync_all();
     const int num_groups = tiles * ((work.num_tokens + 7) / 8);

@@ -3,7 +3,7 @@
 //
 // A format has: Operand, the type of activations and products; kPhases of a block, each of two products over 32 bytes of
 // a token's row; kGroups of a block with scales of their own (0: scales are of whole rows alone); kOrder, kTileBytes and
-// kScaleBytes (of packed scale words) of a tile's block; load(), expand().
+// kScaleBytes (of packed scale words) of a tile's block; kTokenColumns of products of each token; load(), expand().
 // kIsScaledInside: sums of a group leave the tensor cores for fp32 registers, where scale and zero point are applied.
 // Device code only; no framework header.
 #pragma once
@@ -64,7 +64,7 @@ struct W8A16 {
   using Operand = T;
   static constexpr WeightOrder kOrder = WeightOrder::kRows;
   static constexpr bool kIsScaledInside = false;
-  static constexpr int kPhases = 4, kGroups = 0, kTileBytes = 2048, kScaleBytes = 0;
+  static constexpr int kPhases = 4, kGroups = 0, kTileBytes = 2048, kScaleBytes = 0, kTokenColumns = 1;
   uint4 raw[kPhases];
 
   __device__ __forceinline__ void load(uint32_t tile, uint32_t, int lane) {
@@ -134,15 +134,19 @@ struct PackedScales {
   }
 };
 
+// Eight codes of a word as two e4m3 operand registers: a nibble in the low bits of e4m3 is code / 512, exactly.
+__device__ __forceinline__ void split_codes(uint32_t word, uint32_t& low, uint32_t& high) {
+  low = word & 0x0F0F0F0Fu, high = word >> 4 & 0x0F0F0F0Fu;
+}
+
 // 4-bit weights beside e4m3 tokens, in the order of slipstream_kernels/w4a8_layout.py: a lane has the 16 bytes of a phase
-// side by side. A nibble in the low bits of e4m3 is code / 512, exactly: three instructions for eight codes; a zero point
-// is a multiple of the activations' sum. A packed word is fp16 512 * scale of a row and group, and fp16 -zero / 512 above.
+// side by side. Eight codes take three instructions; a zero point is a multiple of the activations' sum. A packed word is fp16 512 * scale of a row and group, and fp16 -zero / 512 above.
 template <typename T, int GROUPS>
 struct W4A8 {
   using Operand = T;
   static constexpr WeightOrder kOrder = WeightOrder::kBlocks;
   static constexpr bool kIsScaledInside = true;
-  static constexpr int kPhases = 2, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
+  static constexpr int kPhases = 2, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS, kTokenColumns = 1;
   using Scales = PackedScales<GROUPS>;
   uint4 raw[kPhases];
   Scales scales;
@@ -154,8 +158,8 @@ struct W4A8 {
   }
 
   __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
-    split(raw[phase].x, a[0], a[2]), split(raw[phase].y, a[1], a[3]);
-    split(raw[phase].z, a[4], a[6]), split(raw[phase].w, a[5], a[7]);
+    split_codes(raw[phase].x, a[0], a[2]), split_codes(raw[phase].y, a[1], a[3]);
+    split_codes(raw[phase].z, a[4], a[6]), split_codes(raw[phase].w, a[5], a[7]);
   }
 
   __device__ __forceinline__ void pin() {
@@ -166,11 +170,6 @@ struct W4A8 {
   static __device__ __forceinline__ RowScale row_scale(uint32_t word) {
     return {scale_of(word), scale_of(word >> 16)};
   }
-
- private:
-  static __device__ __forceinline__ void split(uint32_t word, uint32_t& low, uint32_t& high) {
-    low = word & 0x0F0F0F0Fu, high = word >> 4 & 0x0F0F0F0Fu;
-  }
 };
 
 // 4-bit weights beside 16-bit tokens, in the order of slipstream_kernels/int4_layout.py. A lane's word has features 4 t + i
@@ -180,7 +179,7 @@ template <typename T, int GROUPS>
 struct PackedW4A16 {
   using Operand = T;
   static constexpr WeightOrder kOrder = WeightOrder::kTiles;
-  static constexpr int kPhases = 4, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
+  static constexpr int kPhases = 4, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS, kTokenColumns = 1;
   using Scales = PackedScales<GROUPS>;
   uint2 raw[kPhases];
   Scales scales;
@@ -229,6 +228,28 @@ struct W4A16Sums : PackedW4A16<T, GROUPS> {
 
   static __device__ __forceinline__ RowScale row_scale(uint32_t word) {
     return {scale_of(word) * Int4Codes<T>::kStep, Int4Codes<T>::bias(word)};
+  }
+};
+
+// The same weights beside bf16 tokens in pairs of e4m3 numbers (split_rows.cuh): a token has two columns of products, and
+// operands are codes / 512 as beside e4m3 tokens. T: e4m3. The nibbles of a word that become a register are features 4 t,
+// 4 t + 2, 16 + 4 t, 16 + 4 t + 2 of 32, and those that follow each: the tokens' features are permuted alike.
+template <typename T, int GROUPS>
+struct W4A16Pairs : PackedW4A16<T, GROUPS> {
+  static constexpr bool kIsScaledInside = true;
+  static constexpr int kPhases = 2, kTokenColumns = 2;
+
+  __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      split_codes(this->raw[2 * phase + i].x, a[4 * i], a[4 * i + 2]);
+      split_codes(this->raw[2 * phase + i].y, a[4 * i + 1], a[4 * i + 3]);
+    }
+  }
+
+  // Exact: 512 * scale, and -zero / 512 of -(128 + zero).
+  static __device__ __forceinline__ RowScale row_scale(uint32_t word) {
+    return {512.0f * scale_of(word), __fmaf_rn(Int4Codes<__nv_bfloat16>::bias(word), 1.0f / 512, 0.25f)};
   }
 };
 

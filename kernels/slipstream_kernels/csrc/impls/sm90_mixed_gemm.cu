@@ -6,12 +6,10 @@
 // (mixed_gemm_multiply.cuh), and sums meet in shared memory (mixed_gemm_epilogue.cuh). The kernel starts while the one
 // before it still runs, and fills its ring with weights meanwhile. Built once per SLIPSTREAM_FORMAT
 // (of mixed_gemm_formats.cuh), SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS (of a block with scales of their own: 0, 1, 2) and
-// SLIPSTREAM_COLUMNS (tokens of a tile: 8, 16, 32, 48, 64, 96, 128).
+// SLIPSTREAM_COLUMNS (of products of a tile, one a token or two: 8, 16, 32, 48, 64, 96, 128).
 
-#include "ptx/dependent_launch.cuh"
-#include "epilogue/mixed_gemm_epilogue.cuh"
-#include "pipeline/mixed_gemm_load.cuh"
-#include "mma/mixed_gemm_multiply.cuh"
+#include "mma/mixed_gemm_product.cuh"
+#include "pipeline/split_rows.cuh"
 #include "host/kernel_launch.h"
 #include "host/library.h"
 #include "host/tensor_map.h"
@@ -21,67 +19,24 @@ namespace slipstream {
 using Format = SLIPSTREAM_FORMAT<SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS>;
 
 template <typename FORMAT, int COLUMNS>
-__global__ void __launch_bounds__(256) permute_features_kernel(const __grid_constant__ MixedGemmParams p) {
+__global__ void __launch_bounds__(kPermuteThreads) permute_features_kernel(const __grid_constant__ MixedGemmParams p) {
   start_dependents();
   await_previous();
   permute_features<FORMAT, COLUMNS>(p);
 }
 
-template <typename SHAPE>
-__device__ __forceinline__ void init_memory(const MixedGemmMemory<SHAPE>& memory) {
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(memory.full(stage), 1);
-      init_barrier(memory.empty(stage), SHAPE::kWarps);
-    }
-    publish_barriers();
-  }
-  __syncthreads();
-}
-
-template <typename SHAPE, typename OUT>
-__device__ __forceinline__ void multiply_passes(const MixedGemmParams& p, const MixedGemmMemory<SHAPE>& memory,
-                                                const MixedGemmWork<SHAPE>& work, int warpgroup) {
-  MixedGemmConsumer<SHAPE> consumer{memory, work, warpgroup % SHAPE::kWarpgroupsM, warpgroup / SHAPE::kWarpgroupsM};
-  const MixedGemmEpilogue<SHAPE, OUT> epilogue{p, memory, work};
-  epilogue.load_rows(0);
+template <typename FORMAT, int COLUMNS>
+__global__ void __launch_bounds__(kSplitThreads) split_rows_kernel(const __grid_constant__ MixedGemmParams p) {
+  start_dependents();
   await_previous();
-#pragma unroll 1
-  for (int pass = 0; pass < work.num_passes; ++pass) {
-    if (pass > 0) epilogue.load_rows(pass);
-    epilogue.load_tokens(pass);
-    float sums[SHAPE::kSums] = {};
-    consumer.multiply_pass(work.pass_begin(pass + 1) - work.pass_begin(pass), sums);
-    epilogue.write(pass, sums);
-  }
+  split_rows<FORMAT, COLUMNS>(p);
 }
 
 template <typename SHAPE>
 __global__ void __launch_bounds__(SHAPE::kBoundThreads, 1)
     mixed_gemm_kernel(const __grid_constant__ MixedGemmParams p, const __grid_constant__ MixedGemmMaps maps) {
   extern __shared__ char shared[];
-  start_dependents();
-  if (threadIdx.x == SHAPE::kConsumers) prefetch_map(&maps.tokens);
-  const MixedGemmMemory<SHAPE> memory(shared_address(shared));
-  const MixedGemmWork<SHAPE> work(p);
-  init_memory(memory);
-  // One value for the whole warp, so that the branch below is seen to be uniform.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (warpgroup == SHAPE::kWarpgroups) {
-    lower_registers<SHAPE::kProducerRegisters>();
-    const MixedGemmProducer<SHAPE> producer{p, maps, memory, work};
-    if (threadIdx.x / 32 == SHAPE::kWarps) producer.run();
-    if (threadIdx.x / 32 == SHAPE::kWarps + 1) producer.run_first_tokens();
-    return;
-  }
-  raise_registers<SHAPE::kConsumerRegisters>();
-  if constexpr (!SHAPE::kIsE4m3) {
-    multiply_passes<SHAPE, typename SHAPE::Operand>(p, memory, work, warpgroup);
-  } else if (p.out_is_half != 0) {
-    multiply_passes<SHAPE, __half>(p, memory, work, warpgroup);
-  } else {
-    multiply_passes<SHAPE, __nv_bfloat16>(p, memory, work, warpgroup);
-  }
+  multiply_mixed_gemm<SHAPE>(p, maps, shared);
 }
 
 // Tiles of 16 rows of weights, of which the second eight are far from the first where they are gate and up.
@@ -97,7 +52,7 @@ template <typename SHAPE>
 bool encode_maps(const MixedGemmParams& p, MixedGemmMaps* maps) {
   constexpr uint32_t kElementBytes = sizeof(typename SHAPE::Operand), kRow = 128 / kElementBytes;
   constexpr bool kIsPermuted = Format::kOrder == WeightOrder::kTiles;
-  const uint64_t slabs = p.in_features / kRow, tokens = p.num_tokens;
+  const uint64_t slabs = p.in_features / kRow, tokens = SHAPE::kIsInPairs ? SHAPE::kColumns : p.num_tokens;
   const uint64_t stride = kIsPermuted ? uint64_t{kElementBytes} * p.in_features : p.x_row_stride;
   const Extent<3> rows{{kRow, tokens, slabs},
                        {stride, 128},
@@ -107,6 +62,22 @@ bool encode_maps(const MixedGemmParams& p, MixedGemmMaps* maps) {
                            CU_TENSOR_MAP_SWIZZLE_128B, kIsPermuted ? p.permuted_x : p.x, rows);
 }
 
+// Brings tokens into the order of the weights' registers.
+template <typename SHAPE>
+cudaError_t arrange_tokens(const MixedGemmParams& p, cudaStream_t stream) {
+  const auto grid = [&](int threads, int features) {
+    const int64_t items = int64_t{p.num_tokens} * (p.in_features / features);
+    return dim3(static_cast<unsigned>((items + threads - 1) / threads));
+  };
+  if constexpr (SHAPE::kIsInPairs) {
+    constexpr auto kSplit = split_rows_kernel<Format, SHAPE::kColumns>;
+    return launch_kernel(p.is_dependent != 0, grid(kSplitThreads, kSplitFeatures), kSplitThreads, 0, stream, kSplit, p);
+  } else {
+    constexpr auto kPermute = permute_features_kernel<Format, SHAPE::kColumns>;
+    return launch_kernel(p.is_dependent != 0, grid(kPermuteThreads, kPermuteFeatures), kPermuteThreads, 0, stream, kPermute, p);
+  }
+}
+
 template <typename SHAPE>
 cudaError_t launch(const MixedGemmParams& p, cudaStream_t stream) {
   const cudaError_t allowed = allow_shared_memory<mixed_gemm_kernel<SHAPE>, SHAPE::kTotalBytes>();
@@ -114,11 +85,8 @@ cudaError_t launch(const MixedGemmParams& p, cudaStream_t stream) {
   MixedGemmMaps maps = {};
   if (!encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
   if constexpr (Format::kOrder == WeightOrder::kTiles) {
-    const int64_t items = int64_t{p.num_tokens} * (p.in_features / 32);
-    const dim3 grid(static_cast<unsigned>((items + 255) / 256));
-    constexpr auto kPermute = permute_features_kernel<Format, SHAPE::kColumns>;
-    const cudaError_t permuted = launch_kernel(p.is_dependent != 0, grid, 256, 0, stream, kPermute, p);
-    if (permuted != cudaSuccess) return permuted;
+    const cudaError_t arranged = arrange_tokens<SHAPE>(p, stream);
+    if (arranged != cudaSuccess) return arranged;
   }
   const ClusterLaunch<SHAPE> launch(p.num_clusters, p.splits, p.is_dependent != 0, stream);
   return cudaLaunchKernelEx(&launch.config, mixed_gemm_kernel<SHAPE>, p, maps);
@@ -130,7 +98,7 @@ bool can_run(const MixedGemmParams& p) {
   if (p.token_tiles < 1 || p.num_clusters % p.token_tiles != 0 || (!SHAPE::kHasTokenTiles && p.token_tiles != 1)) return false;
   if (p.is_gated != 0 && !SHAPE::kIsByRows) return false;
   const int tiles = p.out_features / 16, parts = p.num_clusters / p.token_tiles;
-  if (p.splits > p.in_features / 128 || p.num_tokens > p.token_tiles * SHAPE::kColumns) return false;
+  if (p.splits > p.in_features / 128 || p.num_tokens > p.token_tiles * SHAPE::kTokens) return false;
   if (parts < 1 || parts > tiles) return false;
   return (SHAPE::kWarpgroupsK == 1 && p.splits == 1) || (tiles + parts - 1) / parts <= SHAPE::kTiles;
 }

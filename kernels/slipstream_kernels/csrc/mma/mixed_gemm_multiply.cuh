@@ -12,7 +12,7 @@ namespace slipstream {
 template <typename SHAPE>
 struct MixedGemmConsumer {
   using Format = typename SHAPE::Format;
-  static constexpr int kSums = SHAPE::kSums, kPhases = Format::kPhases;
+  static constexpr int kParts = SHAPE::kParts, kSums = SHAPE::kSums, kPhases = Format::kPhases;
   MixedGemmMemory<SHAPE> memory;
   const MixedGemmWork<SHAPE>& work;
   int warpgroup_m, warpgroup_k;
@@ -80,12 +80,14 @@ struct MixedGemmConsumer {
 #pragma unroll
       for (int group = 0; group < Format::kGroups; ++group) {
         constexpr int kGroupPhases = kPhases / Format::kGroups;
-        float parts[kSums];
+        float parts[kParts];
         multiply_phases<kGroupPhases>(stage, block, group * kGroupPhases, false, parts);
         if (group + 1 == Format::kGroups) ahead();
         wait_for_products<0>();
         pin(parts);
-        add(scales.words[group], memory.activation_sums(stage, block) + group * 4 * SHAPE::kSumTokens, parts, sums);
+        const uint32_t of_tokens = memory.activation_sums(stage, block) + group * 4 * SHAPE::kSumTokens + lane % 4 * 8;
+        if constexpr (SHAPE::kIsInPairs) add_pairs(scales.words[group], of_tokens, parts, sums);
+        else add(scales.words[group], of_tokens, parts, sums);
       }
     } else {
       multiply_phases<kPhases>(stage, block, 0, adds, sums);
@@ -97,7 +99,7 @@ struct MixedGemmConsumer {
 
   // to (+)= products of COUNT phases from `first` on; makes operands of the phase behind each, within the block.
   template <int COUNT>
-  __device__ __forceinline__ void multiply_phases(int stage, int block, int first, bool adds, float (&to)[kSums]) {
+  __device__ __forceinline__ void multiply_phases(int stage, int block, int first, bool adds, float (&to)[kParts]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const int phase = first + i;
@@ -119,17 +121,33 @@ struct MixedGemmConsumer {
   }
 
   // sums += scale * (parts + bias * sums of activations), for rows l / 4 and l / 4 + 8.
-  __device__ __forceinline__ void add(const uint32_t (&words)[2], uint32_t activation_sums, const float (&parts)[kSums],
+  __device__ __forceinline__ void add(const uint32_t (&words)[2], uint32_t activation_sums, const float (&parts)[kParts],
                                       float (&sums)[kSums]) const {
     const RowScale rows[2] = {Format::row_scale(words[0]), Format::row_scale(words[1])};
 #pragma unroll
     for (int i = 0; i < kSums / 4; ++i) {
-      const uint2 pair = load_shared_8(activation_sums + 32 * i + lane % 4 * 8);
+      const uint2 pair = load_shared_8(activation_sums + 32 * i);
       const float of_tokens[2] = {__uint_as_float(pair.x), __uint_as_float(pair.y)};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const RowScale& row = rows[e / 2];
         sums[4 * i + e] += row.scale * (parts[4 * i + e] + row.bias * of_tokens[e % 2]);
+      }
+    }
+  }
+
+  // The same of tokens in two columns, of which the second has 16 times what it stands for. activation_sums: and scales.
+  __device__ __forceinline__ void add_pairs(const uint32_t (&words)[2], uint32_t activation_sums, const float (&parts)[kParts],
+                                            float (&sums)[kSums]) const {
+    const RowScale rows[2] = {Format::row_scale(words[0]), Format::row_scale(words[1])};
+#pragma unroll
+    for (int i = 0; i < kParts / 4; ++i) {
+      const uint2 of_token = load_shared_8(activation_sums + 32 * i);
+      const float activation_sum = __uint_as_float(of_token.x), scale = __uint_as_float(of_token.y);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float part = parts[4 * i + 2 * half] + 1.0f / 16 * parts[4 * i + 2 * half + 1];
+        sums[i / 2 * 4 + 2 * half + i % 2] += rows[half].scale * scale * (part + rows[half].bias * activation_sum);
       }
     }
   }

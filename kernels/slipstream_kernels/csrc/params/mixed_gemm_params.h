@@ -12,9 +12,11 @@ struct MixedGemmParams {
   const void* group_scales;       // 4 bits: packed words of scale and zero point, a row and group each
   const float* channel_scale;     // [out_features]
   const float* token_scale;       // W4A8: [num_tokens]
-  float* activation_sums;         // W4A8: [tiles of tokens][groups of input features][128]; W4A16: a workspace (mixed_gemm_load.cuh)
+  float* activation_sums;         // W4A8: [tiles of tokens][groups of input features][128]; W4A16: a workspace (mixed_gemm_load.cuh,
+                                  // split_rows.cuh)
   const void* bias;               // [out_features] of the result's type, or null
-  void* permuted_x;               // W4A16: a workspace for x with the features of each 32 in the order of the products
+  void* permuted_x;               // W4A16: a workspace for x with the features of each 32 in the order of the products; in pairs
+                                  // of e4m3: [columns of a tile, in_features]
   void* out;                      // [num_tokens, out_features, or half of them if gated]
   int64_t x_row_stride;           // bytes, a multiple of 16
   int32_t num_tokens, out_features, in_features;

@@ -1,6 +1,6 @@
 // The producer warps: one copies the weights of a pass as the order of the format allows, and the tokens of a stage by one
 // tensor copy; in the ring's first round, which begins while the kernel before still runs, another brings the tokens. A
-// small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands.
+// small kernel permutes the tokens' features before, where weights are in the order of 16-bit operands (in pairs: split_rows.cuh).
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
@@ -9,14 +9,6 @@
 #include "schedule/mixed_gemm_shape.cuh"
 
 namespace slipstream {
-
-// Copies the map's box at (0, y, z); what lies outside of the tensor becomes zero.
-__device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, uint32_t barrier, int y, int z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(y), "r"(z), "l"(kReadOften)
-      : "memory");
-}
 
 // The sum of two 16-bit elements of a word.
 template <typename T>
@@ -38,11 +30,14 @@ __device__ __forceinline__ void store_activation_sum(const MixedGemmParams& p, i
   p.activation_sums[group * COLUMNS + token % COLUMNS] = sum;
 }
 
+constexpr int kPermuteThreads = 256;   // of a CTA
+constexpr int kPermuteFeatures = 32;   // of a thread
+
 // permuted_x[32 i + 8 j + 2 q + h] = x[32 i + 16 h + 4 q + j]: the order in which the nibbles of a word become pairs. A
 // thread takes 32 features of a token. Formats that scale sums get the activations' sums, too.
 template <typename FORMAT, int COLUMNS>
 __device__ __forceinline__ void permute_features(const MixedGemmParams& p) {
-  const int chunks = p.in_features / 32, item = blockIdx.x * blockDim.x + threadIdx.x, token = item / chunks;
+  const int chunks = p.in_features / 32, item = blockIdx.x * kPermuteThreads + threadIdx.x, token = item / chunks;
   if (token >= p.num_tokens) return;
   const char* from = static_cast<const char*>(p.x) + token * p.x_row_stride + item % chunks * 64;
   uint4* to = static_cast<uint4*>(p.permuted_x) + int64_t{item} * 4;
@@ -187,7 +182,9 @@ struct MixedGemmProducer {
 
   __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {
     const uint32_t barrier = memory.full(stage);
-    if (lane == 0) copy_slabs(memory.tokens(stage), &maps.tokens, barrier, work.first_token, walk.block * SHAPE::kSlabs);
+    if (lane == 0) {
+      copy_box(memory.tokens(stage), &maps.tokens, barrier, kReadOften, 0, work.first_token, walk.block * SHAPE::kSlabs);
+    }
     if constexpr (SHAPE::kIsScaledInside) {
       if (lane != 1) return;
       constexpr int kOfBlock = SHAPE::kActivationSumBytes / 4;

@@ -19,9 +19,15 @@ struct MixedGemmShape {
   using Format = FORMAT;
   using Operand = typename FORMAT::Operand;
   static constexpr bool kIsScaledInside = FORMAT::kIsScaledInside;
+  // Columns of products that two of a pair make are added inside.
+  static constexpr bool kIsInPairs = FORMAT::kTokenColumns == 2;
+  static_assert(!kIsInPairs || (kIsScaledInside && FORMAT::kTokenColumns * sizeof(Operand) == 2));
   // Rows of e4m3 have scales, and results of a type of their own. Those of the most tokens alone may be several tiles.
-  static constexpr bool kIsE4m3 = sizeof(Operand) == 1, kHasTokenTiles = !kIsE4m3 || COLUMNS == 128;
-  static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // tokens of a tile; sums of a thread
+  static constexpr bool kIsE4m3 = sizeof(Operand) == 1 && !kIsInPairs;
+  static constexpr bool kHasTokenTiles = sizeof(Operand) == 2 || (kIsE4m3 && COLUMNS == 128);
+  // Of a tile; of a thread: products' sums, and those of tokens in eights. Four tokens take every second place of eight.
+  static constexpr int kColumns = COLUMNS, kTokens = COLUMNS / FORMAT::kTokenColumns, kTokenGroups = (kTokens + 7) / 8;
+  static constexpr int kParts = COLUMNS / 2, kSums = 4 * kTokenGroups;
   // Scaling inside keeps the sums of a group beside those of all groups: of more than 64 tokens they need the registers of
   // two warpgroups less.
   static constexpr bool kIsWide = kIsScaledInside && COLUMNS > 64;
@@ -44,7 +50,8 @@ struct MixedGemmShape {
   static constexpr int kSlabs = sizeof(Operand);               // of 128 bytes of a token's block
   static constexpr int kTokenBytes = kSlabs * COLUMNS * 128;   // of a block, swizzled
   static constexpr int kBlockBytes = kTiles * (FORMAT::kTileBytes + FORMAT::kScaleBytes);
-  // Activation sums of a block: those of a group follow each other, for e4m3 rows of the most tokens of a tile.
+  // Activation sums of a block: those of a group follow each other, for e4m3 rows of the most tokens of a tile. In pairs, a
+  // token's sum and scale.
   static constexpr int kSumTokens = kIsE4m3 ? 128 : COLUMNS;
   static constexpr int kActivationSumBytes = kIsScaledInside ? 4 * kSumTokens * FORMAT::kGroups : 0;
   static constexpr int kWeightOffset = kBlocks * kTokenBytes;

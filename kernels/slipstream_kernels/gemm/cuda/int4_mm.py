@@ -13,9 +13,10 @@ from slipstream_kernels.cuda.build import build_refusal, load
 from slipstream_kernels.cuda.device import hopper_refusal
 from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_w4a16, skinny_gemm_w4a16
+from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_pairs, mixed_gemm_w4a16, skinny_gemm_w4a16
 from slipstream_kernels.gemm.cuda.skinny_gemm_w4a16 import SkinnyGemmW4A16Params
 from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.norm.gated_mul import silu_mul
 
 DEQUANTISE = "sm90_int4_dequantise.cu"
 
@@ -45,6 +46,18 @@ def rows(
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     skinny_gemm_w4a16.skinny_gemm_w4a16(x, weight, bias, out, gated)
     return out
+
+
+def pairs(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool, config: tuple[int, ...]
+) -> torch.Tensor:
+    """See ops.int4_mm; bf16 rows that a tile of config, which is of its Variant, holds.  Two launches.
+
+    A third one applies the gate: in the product it took longer (docs/measurements/gemm.md).
+    """
+    out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    mixed_gemm_pairs.mixed_gemm_pairs(x, weight, bias, out, mixed_gemm.Variant(*config))
+    return silu_mul(out) if gated else out
 
 
 def mixed(

@@ -5,6 +5,8 @@
 
 namespace slipstream {
 
+inline uint32_t masked_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
+
 inline float scale_of(uint32_t word) {
   const auto bits = static_cast<uint16_t>(word);
   return __half2float(*reinterpret_cast<const __half*>(&bits));

@@ -66,10 +66,15 @@ inline uint32_t transpose_8x8(uint32_t pair) {
 // Done as late as the thread allows; what is there before is lost at once.
 template <int BYTES>
 void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
-  static_assert(BYTES == 16);
-  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a copy that is not of whole 16 bytes");
-  std::memset(emulator::shared(to), 0xff, 16);
-  emulator::current->groups.back().push_back({emulator::shared(to), is_valid ? static_cast<const char*>(from) : nullptr});
+  if (to % BYTES != 0 || reinterpret_cast<uintptr_t>(from) % BYTES != 0) emulator::fail("a copy that is not aligned");
+  std::memset(emulator::shared(to), 0xff, BYTES);
+  const auto* source = is_valid ? static_cast<const char*>(from) : nullptr;
+  emulator::current->groups.back().push_back({emulator::shared(to), source, BYTES});
+}
+
+template <int BYTES>
+void copy_async(uint32_t to, const void* from) {
+  copy_async_or_zero<BYTES>(to, from, true);
 }
 
 inline void commit_copies() { emulator::current->groups.emplace_back(); }
@@ -79,7 +84,7 @@ void wait_for_copies() {
   auto& groups = emulator::current->groups;
   while (groups.size() > PENDING + 1) {
     for (const emulator::OwnCopy& copy : groups.front()) {
-      copy.from == nullptr ? std::memset(copy.to, 0, 16) : std::memcpy(copy.to, copy.from, 16);
+      copy.from == nullptr ? std::memset(copy.to, 0, copy.bytes) : std::memcpy(copy.to, copy.from, copy.bytes);
     }
     groups.erase(groups.begin());
   }

@@ -11,6 +11,7 @@ struct CUtensorMap {
   int64_t width = row_bytes;
   int element_bytes = 2, box_bytes = 128;
   bool is_swizzled = true;
+  int box_slabs = 1;   // of three dimensions: boxes of rows that follow each other, each `box_bytes` further in its rows
 };
 
 namespace slipstream {
@@ -31,5 +32,19 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint
     }
   }
 }
+
+inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t hint, int x, int y, int z) {
+  for (int slab = 0; slab < map->box_slabs; ++slab) {
+    const int column = x + (z + slab) * map->box_bytes / map->element_bytes;
+    copy_box(to + slab * map->box_rows * map->box_bytes, map, barrier, hint, column, y);
+  }
+}
+
+// Of four dimensions, and other CTAs' memory: not emulated.
+inline void copy_box(uint32_t, const CUtensorMap*, uint32_t, uint64_t, int, int, int, int) { emulator::fail("four dimensions"); }
+inline void arrive_in_cluster() { emulator::fail("a cluster"); }
+inline void wait_for_cluster() { emulator::fail("a cluster"); }
+inline uint32_t address_in(uint32_t address, int) { return address; }
+inline float4 load_from_cluster(uint32_t) { emulator::fail("a cluster"); }
 
 }  // namespace slipstream

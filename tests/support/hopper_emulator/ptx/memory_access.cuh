@@ -40,6 +40,10 @@ inline uint4 load_global_16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a load of 16 bytes that are not aligned");
   return *static_cast<const uint4*>(from);
 }
+inline uint2 load_global_8(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 8 != 0) emulator::fail("a load of 8 bytes that are not aligned");
+  return *static_cast<const uint2*>(from);
+}
 inline void store_global_8(void* to, uint32_t x, uint32_t y) {
   if (reinterpret_cast<uintptr_t>(to) % 8 != 0) emulator::fail("a store of 8 bytes that are not aligned");
   const uint32_t words[2] = {x, y};
