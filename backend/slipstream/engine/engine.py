@@ -101,8 +101,7 @@ class Engine:
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
-        serving = config.serving
-        self.stats = Stats(chosen_aliases(serving), config.speculation.loaded)
+        self.stats = Stats(chosen_aliases(config.serving), config.speculation.loaded)
         self._events = open_kv_events(config.cache, config.parallel.replica.index)
         cache = make_kv_cache(config, self.memory_plan, self._events)
         budget = make_prefill_budget(config, self.spec, hardware, self.worker.info.drafters)
@@ -122,7 +121,7 @@ class Engine:
         host = make_grammar_host(config, tokenizer_path, *vocabulary, has_drafts=not self._drafting.is_empty)
         self._structured = StructuredOutputs(host, self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)
-        self.request_memory = RequestMemory(serving.max_total_request_bytes)
+        self.request_memory = RequestMemory(config.serving.max_total_request_bytes)
         self.residency = Residency(config, self.worker, self._forget_computed)
         self._inbox: deque[Add | Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
@@ -136,7 +135,9 @@ class Engine:
         """Add a request; `step` has the outputs of its n sequences. request_memory counts it until it is given back.
         Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead)."""
         num_sequences = max(request.params.n, request.params.beam_width)
-        self.scheduler.check_capacity(num_sequences, self._num_arriving)  # first: preparing takes up to 14 ms
+        with self._wake:  # before preparing, which takes up to 14 ms; what leaves the inbox meanwhile must count once
+            if self.error is None:
+                self.scheduler.check_capacity(num_sequences, self._num_arriving)
         self.adapters.resolve(request)
         sequences = self._input_processor.prepare(request)
         for sequence in sequences:
@@ -151,8 +152,7 @@ class Engine:
             self.scheduler.check_capacity(num_sequences, self._num_arriving)
             self.request_memory.take(request)
             self._num_arriving += len(sequences)
-            self._inbox.append(Add(sequences))
-            self._wake.notify()
+            self._post(Add(sequences))
         return sequences
 
     def cancel(self, handle: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -378,7 +378,7 @@ class Engine:
         self.stats.set(Metric.SLEEP_LEVEL, self.residency.level)
         record_gauges(self.scheduler, self.request_memory)
 
-    def _post(self, message: Finish) -> None:
+    def _post(self, message: Add | Finish) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()
