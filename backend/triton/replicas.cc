@@ -74,6 +74,7 @@ void Replicas::submit_to_best(
       if (engines_[i]->submit(handle, open, frame)) return;
     } catch (const BackendError& error) {  // it does not keep up: another one may
       if (!refusal) refusal.emplace(error);
+      if (routed.is_stop) break;  // no other has the request that it ends
     }
   }
   if (refusal) throw BackendError(*refusal);

@@ -138,6 +138,26 @@ def test_a_stop_goes_to_the_newest_request_of_its_id(healthy: TritonServer) -> N
     assert not stream.errors
 
 
+def test_a_stop_that_its_replica_has_no_room_for_is_refused(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """Another replica took it, and answered that what it never had was stopped."""
+    group = "instance_group { count: 2 kind: KIND_CPU }\n"
+    parameters = {"max_num_seqs": "1", "max_queue_size": "0", "replica_load_slack": "1000000", "drain_timeout_s": "1"}
+    add_model(tmp_path, "crowded", parameters, group)
+    with TritonServer(tmp_path, fake_backend_dir, control_mode="explicit", load_models=["crowded"]) as server:
+        most = 1 + 1024
+        with GrpcStream(server.grpc_url) as stream:
+            for number in range(most):
+                script = {"tokens": 1, "word": "replica", "then": "hang", "prompt": LONG}
+                stream.send("crowded", script, request_id=f"request {number}")
+            stream.wait(num_texts=most)
+            assert len(set(stream.texts)) == 1 and not stream.errors
+            body = {"id": "request 7", "text_input": "", "parameters": {"stop": True}}
+            status, reply = server.post("/v2/models/crowded/generate", body)
+            assert status == 400 and f"{most} requests of the model are not answered yet" in str(reply), reply
+            assert server.post("/v2/models/crowded/generate", {"text_input": "x"})[0] == 200, "another has room"
+            stream.cancel()
+
+
 def test_a_command_is_for_all_and_has_one_answer(healthy: TritonServer) -> None:
     before = healthy.log.count("told to sleep")
     first = told(healthy, LONG)
