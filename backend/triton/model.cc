@@ -75,6 +75,11 @@ Number number_parameter(const std::string& config, const char* name, Number by_d
       TRITONSERVER_ERROR_INVALID_ARG, std::string(name) + "='" + *given + "': accepted: " + accepted);
 }
 
+// Another that the engine refuses by itself if it is none: it knows what an unfilled placeholder is.
+long count_parameter(const std::string& config, const char* name, long by_default) {
+  return read_number<long>(parameter(config, name).value_or("")).value_or(by_default);
+}
+
 // The parameters that this side acts upon; the engine has the defaults in core/config.py and their bounds.
 std::chrono::milliseconds drain_timeout(const std::string& config) {
   constexpr double kDefaultSeconds = 60.0, kMostSeconds = 1e6;
@@ -88,8 +93,8 @@ size_t most_requests(const std::string& config) {
   constexpr long kDefaultRunning = 256, kDefaultWaiting = 1024, kCeiling = 1 << 30;
   if (parameter(config, "task").value_or("generate") != "generate") return SIZE_MAX;
   const char* waiting_name = parameter(config, "max_queue_size") ? "max_queue_size" : "max_waiting_requests";
-  const long running = number_parameter(config, "max_num_seqs", kDefaultRunning, "an integer >= 1");
-  const long waiting = number_parameter(config, waiting_name, kDefaultWaiting, "an integer >= 0");
+  const long running = count_parameter(config, "max_num_seqs", kDefaultRunning);
+  const long waiting = count_parameter(config, waiting_name, kDefaultWaiting);
   const long num_tokenised = std::clamp(waiting, 0L, kCeiling), num_running = std::clamp(running, 0L, kCeiling);
   return static_cast<size_t>(num_running + 2 * num_tokenised) + kMostSpareRequests;  // as many wait to be tokenised
 }

@@ -138,6 +138,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_model(folder, "juggle", {"task": "juggle"})
     add_model(folder, "patient", {"drain_timeout_s": "1_0"})
     add_model(folder, "slack", {"replica_load_slack": "4x"})
+    unfilled = {"max_num_seqs": "${max_num_seqs}", "max_queue_size": "${max_queue_size}"}
+    add_model(folder, "unfilled", {**unfilled, "load": "fail"})
     add_model(folder, "llm", {"step_ms": "5", "fail_file": str(folder / "fails")})
     (folder / "ensemble" / "1").mkdir(parents=True)
     (folder / "ensemble" / "config.pbtxt").write_text(
@@ -168,6 +170,7 @@ def explicit(fake_backend_dir: Path, repository: Path) -> Iterator[TritonServer]
         ("juggle", "unknown task 'juggle'"),
         ("patient", "drain_timeout_s='1_0': accepted: a number >= 0"),
         ("slack", "replica_load_slack='4x': accepted: an integer from 0 to 1000000"),
+        ("unfilled", "tensor 'lm_head.weight' is missing"),  # the engine's words, as it says what a placeholder is
     ],
 )
 def test_the_load_fails_with_the_reason(explicit: TritonServer, model: str, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from golden_frames import FRAMES, GOLDEN_FILE, METRICS, OUTPUTS, read_golden
-from slipstream.core.config import ServingConfig
+from slipstream.core.config import SchedulerConfig, ServingConfig
 from slipstream.protocol import wire
 
 
@@ -80,3 +80,10 @@ def test_no_count_is_cut_to_its_field(lines: list[str], name: str, most: int, gi
 def test_both_ends_have_the_same_default_drain_timeout(root: Path) -> None:
     found = re.search(r"kDefaultSeconds = ([\d.]+)", (root / "backend" / "triton" / "model.cc").read_text())
     assert found and float(found[1]) == ServingConfig().drain_timeout_s
+
+
+def test_both_ends_have_the_same_default_limits_of_requests(root: Path) -> None:
+    model = (root / "backend" / "triton" / "model.cc").read_text()
+    found = re.search(r"kDefaultRunning = (\d+), kDefaultWaiting = (\d+)", model)
+    defaults = SchedulerConfig()
+    assert found and [int(found[1]), int(found[2])] == [defaults.max_num_seqs, defaults.max_waiting_requests]
