@@ -40,6 +40,7 @@ from slipstream_kernels.gemm.linear import gated_linear, linear
 from slipstream_kernels.gemm.linear_weight import (
     LinearWeight,
     deterministic_weight,
+    expert_counters,
     fp8_weight,
     int4_linear_weight,
     int8_weight,
@@ -172,6 +173,7 @@ __all__ = [
     "empty_accepted_rows",
     "empty_kv_cache",
     "empty_latent_cache",
+    "expert_counters",
     "fp8_refusal",
     "fp8_sums_bytes",
     "fp8_weight",

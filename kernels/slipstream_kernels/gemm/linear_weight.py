@@ -63,12 +63,19 @@ class LinearWeight:
         return self.operand
 
 
-def plain_weight(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-    """The LinearWeight of weights that are not quantised: [out, in], or [num_experts, out, in]."""
+def expert_counters(device: torch.device) -> Tensor:
+    """Zeros that the products of one weight of experts count their tiles in; each leaves them zero.  On one stream."""
+    return torch.zeros(EXPERT_COUNTERS, dtype=torch.int32, device=device)
+
+
+def plain_weight(weight: Tensor, bias: Tensor | None = None, counters: Tensor | None = None) -> LinearWeight:
+    """The LinearWeight of weights that are not quantised: [out, in], or [num_experts, out, in].
+
+    counters: of experts; without them each product makes its own.
+    """
     num_experts = weight.shape[0] if weight.dim() == 3 else 0
     out_features, in_features = weight.shape[-2:]
     kind = WeightKind("plain", out_features, in_features, weight.dtype, weight.device, num_experts=num_experts)
-    counters = torch.zeros(EXPERT_COUNTERS, dtype=torch.int32, device=weight.device) if num_experts else None
     return LinearWeight(kind, weight, bias=bias, counters=counters)
 
 

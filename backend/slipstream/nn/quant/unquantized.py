@@ -13,7 +13,7 @@ from slipstream.nn.quant.method import CheckpointTensors, QuantMethod, Weights, 
 class Unquantized(QuantMethod):
     """weights: "weight" [out, in], "bias" [out] if any, and on a CPU "packed" in place of "weight".
 
-    Of experts: "weight" [num_experts, out of one, in].
+    Of experts: "weight" [num_experts, out of one, in], "counters" of their products.
     """
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -22,6 +22,7 @@ class Unquantized(QuantMethod):
             weights["bias"] = torch.empty(spec.out_features, device=device, dtype=dtype)
         if spec.num_experts:
             weights["weight"] = weights["weight"].unflatten(0, (spec.num_experts, -1))
+            weights["counters"] = ops.expert_counters(device)
         return weights
 
     def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
@@ -35,7 +36,7 @@ class Unquantized(QuantMethod):
         weight, bias = weights["weight"], weights.get("bias")
         packed = ops.repack_plain(weight)
         if packed is weight:
-            return ops.plain_weight(weight, bias)
+            return ops.plain_weight(weight, bias, weights.get("counters"))
         weights["packed"] = packed
         del weights["weight"]
         return ops.onednn_weight(packed, weight.shape[0], weight.shape[1], bias)
