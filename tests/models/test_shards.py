@@ -230,7 +230,8 @@ def test_the_shards_of_a_checkpoint_are_the_checkpoint(
         assert torch.equal(torch.cat([rows_of(rank.lm_head) for rank in ranks]), rows_of(whole.lm_head))
     for layer, shards in zip(whole.layers, zip(*(rank.layers for rank in ranks))):
         for linear, own in zip(layer.linears(), zip(*(shard.linears() for shard in shards))):
-            for key, tensor in linear.weights.items():
+            for key in linear.weights.keys() - {"counters"}:  # which no checkpoint has
+                tensor = linear.weights[key]
                 assert torch.equal(joined(linear.spec, [rank.spec for rank in own], key, own), tensor)
         for (_, norm), *own in zip(layer.norms(), *(shard.norms() for shard in shards)):
             weights = [rank.weight for _, rank in own]
