@@ -15,7 +15,7 @@ from slipstream_kernels import ops
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.choose import choose
-from slipstream_kernels.gemm.cuda import mixed_gemm_pairs
+from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_pairs, mixed_gemm_w4a16
 from slipstream_kernels.gemm.cuda.mixed_gemm import MixedGemmParams, Variant
 from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product, WeightKind
@@ -60,11 +60,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch, num_ctas: int, launch: Launch | Non
     def run(name: str, defines: tuple[str, ...], params: MixedGemmParams, device: torch.device) -> None:
         emulation.run("emulate_mixed_gemm.cc", defines, params, seed=params.num_tokens)
 
-    monkeypatch.setattr(mixed_gemm_pairs, "launch", launch or run)
-    monkeypatch.setattr(mixed_gemm_pairs, "load", lambda source, defines: defines)
-    monkeypatch.setattr(mixed_gemm_pairs, "clusters_at_once", lambda *_: num_ctas)
-    monkeypatch.setattr(mixed_gemm_pairs, "launches_dependently", lambda device: False)
-    monkeypatch.setattr(mixed_gemm_pairs, "copy_pace", lambda device: 0)
+    monkeypatch.setattr(mixed_gemm_w4a16, "launch", launch or run)
+    monkeypatch.setattr(mixed_gemm_w4a16, "load", lambda source, defines: defines)
+    monkeypatch.setattr(mixed_gemm_w4a16, "clusters_at_once", lambda *_: num_ctas)
+    monkeypatch.setattr(mixed_gemm_w4a16, "launches_dependently", lambda device: False)
+    monkeypatch.setattr(mixed_gemm_w4a16, "copy_pace", lambda device: 0)
 
 
 def pairs_of(
@@ -198,7 +198,7 @@ def test_every_variant(size: tuple[int, int], group_size: int) -> None:
     weight = weight_of(size, group_size, "cuda")
     repacked, bias = int4_layout.repack(weight), torch.randn(size[0], device="cuda").bfloat16()
     kind = mixed_gemm_pairs.format_of(torch.bfloat16, int4_layout.groups_per_block(group_size))
-    at_once = partial(mixed_gemm_pairs.clusters_at_once, bias.device, kind)
+    at_once = partial(mixed_gemm.clusters_at_once, bias.device, kind)
     for num_tokens in (1, 3, 4, 5, 8, 11, 16, 24, 32):
         x = rows_of(num_tokens, size[1], "cuda")
         expected = expected_of(x, weight, bias)

@@ -11,27 +11,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from slipstream_kernels.cuda.build import load
-from slipstream_kernels.cuda.launch import addresses, launch
-from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.gemm.cuda import mixed_gemm
-from slipstream_kernels.gemm.cuda.mixed_gemm import (
-    BLOCK,
-    SOURCE,
-    WARPGROUPS_M,
-    Format,
-    MixedGemmParams,
-    Variant,
-    clusters_along_m,
-    clusters_at_once,
-    fits,
-)
+from slipstream_kernels.gemm.cuda.mixed_gemm import BLOCK, WARPGROUPS_M, Format, Variant, fits
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a16 import GROUPS, Scratch, launch_both
 from slipstream_kernels.gemm.tuning import H200, Tuning
 from slipstream_kernels.integer import Int4Weight
 
+SOURCE = mixed_gemm.SOURCE
 COLUMNS = (8, 16, 32, 48, 64)  # of products, two for each token, that are compiled; others are rounded up
 MAX_TOKENS = COLUMNS[-1] // 2
-GROUPS = (1, 2)  # of 128 input features
 
 
 def format_of(dtype: torch.dtype, groups: int) -> Format:
@@ -53,37 +41,15 @@ def mixed_gemm_pairs(
     Two launches: the first splits x.  x: [num_tokens, in_features] bf16, rows at multiples of 16 bytes.  weight:
     repacked for 16-bit rows.  out: [num_tokens, out_features], contiguous, bf16; bias too.
     """
-    assert weight.zeros is not None
     if not x.shape[0]:
         return
-    group_scales, _ = weight.scales
-    weight_format = format_of(x.dtype, group_scales.shape[2])
+    weight_format = format_of(x.dtype, weight.scales.shape[3])
     num_groups = weight_format.groups * (weight.in_features // BLOCK)
-    tensors = {
-        "x": x,
-        "qweight": weight.packed,
-        "group_scales": group_scales,
-        "channel_scale": weight.zeros,
-        "activation_sums": torch.empty(num_groups, variant.columns, device=x.device),
-        "bias": bias,
-        "permuted_x": torch.empty(variant.columns, weight.in_features, dtype=torch.uint8, device=x.device),
-        "out": out,
-    }
-    params = MixedGemmParams(
-        **addresses(tensors),
-        x_row_stride=x.stride(0) * x.element_size(),
-        num_tokens=x.shape[0],
-        out_features=weight.out_features,
-        in_features=weight.in_features,
-        warpgroups_m=variant.warpgroups_m,
-        splits=variant.splits,
-        num_clusters=clusters_along_m(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant)),
-        token_tiles=1,
-        is_channelwise=group_scales.shape[0] == 1,
-        is_dependent=launches_dependently(x.device),
-        copy_pace=copy_pace(x.device),
+    scratch = Scratch(
+        torch.empty(variant.columns, weight.in_features, dtype=torch.uint8, device=x.device),
+        torch.empty(num_groups, variant.columns, device=x.device),
     )
-    launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)
+    launch_both(x, weight, bias, out, (weight_format, variant), scratch)
 
 
 def choose(

@@ -7,6 +7,7 @@ workspace outlives a call: CUDA-graph safe, on any stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -54,23 +55,43 @@ def mixed_gemm_w4a16(
     x: [num_tokens, in_features] bf16 or fp16, rows at multiples of 16 bytes.  weight: repacked for 16-bit rows.
     out: [num_tokens, out_features], contiguous, x's dtype; bias too.
     """
-    assert weight.zeros is not None
-    group_scales, _ = weight.scales
-    weight_format = format_of(x.dtype, group_scales.shape[2])
-    clusters = clusters_along_m(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant))
-    permuted_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    weight_format = format_of(x.dtype, weight.scales.shape[3])
     activation_sums = None  # of tiles that scale operands
     if variant.columns <= SUMS_COLUMNS:
         num_groups = weight_format.groups * (weight.in_features // BLOCK)
         activation_sums = torch.empty(variant.token_tiles, num_groups, variant.columns, device=x.device)
+    scratch = Scratch(torch.empty(x.shape, dtype=x.dtype, device=x.device), activation_sums)
+    launch_both(x, weight, bias, out, (weight_format, variant), scratch)
+
+
+class Scratch(NamedTuple):
+    """What the first launch of a product leaves to the second: rows of x as operands, and sums of their groups."""
+
+    permuted_x: torch.Tensor
+    activation_sums: torch.Tensor | None
+
+
+def launch_both(
+    x: torch.Tensor,
+    weight: Int4Weight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    variant: tuple[Format, Variant],
+    scratch: Scratch,
+) -> None:
+    """The two launches of a product with weights repacked for 16-bit rows; arguments as of mixed_gemm_w4a16."""
+    assert weight.zeros is not None
+    group_scales, _ = weight.scales
+    weight_format, sizes = variant
+    clusters = clusters_along_m(weight.out_features, sizes, clusters_at_once(x.device, weight_format, sizes))
     tensors = {
         "x": x,
         "qweight": weight.packed,
         "group_scales": group_scales,
         "channel_scale": weight.zeros,
-        "activation_sums": activation_sums,
+        "activation_sums": scratch.activation_sums,
         "bias": bias,
-        "permuted_x": permuted_x,
+        "permuted_x": scratch.permuted_x,
         "out": out,
     }
     params = MixedGemmParams(
@@ -79,15 +100,15 @@ def mixed_gemm_w4a16(
         num_tokens=x.shape[0],
         out_features=weight.out_features,
         in_features=weight.in_features,
-        warpgroups_m=variant.warpgroups_m,
-        splits=variant.splits,
-        num_clusters=clusters * variant.token_tiles,
-        token_tiles=variant.token_tiles,
+        warpgroups_m=sizes.warpgroups_m,
+        splits=sizes.splits,
+        num_clusters=clusters * sizes.token_tiles,
+        token_tiles=sizes.token_tiles,
         is_channelwise=group_scales.shape[0] == 1,
         is_dependent=launches_dependently(x.device),
         copy_pace=copy_pace(x.device),
     )
-    launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)
+    launch("mixed_gemm", load(SOURCE, weight_format.defines(sizes.columns)), params, x.device)
 
 
 def choose(
