@@ -6,19 +6,16 @@
 
 #include <cuda_bf16.h>
 
+#include "epilogue/latent_parts.cuh"
 #include "mma/row_state.cuh"
-#include "ptx/hopper_copy.cuh"
-#include "ptx/part_counter.cuh"
 #include "schedule/latent_shape.cuh"
 #include "schedule/latent_work.cuh"
 
 namespace slipstream {
 
-constexpr int kPartsLeft = 8;   // named barrier
-
 struct LatentJoin {
   using Shape = LatentShape;
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = kPartThreads;
   static constexpr int kBatch = 8;                           // rows that a thread loads at once
   static constexpr int kRowThreads = Shape::kValueDim / 4;   // of a row, four columns each
 
@@ -29,15 +26,7 @@ struct LatentJoin {
 
   // All threads, which have left their part.
   __device__ __forceinline__ void run() const {
-    sync_threads(kPartsLeft, kThreads);
-    if (thread == 0) {
-      int32_t* arrived = p.arrivals + work.first_slot / 2;
-      const bool is_last = count_part(arrived) == work.num_parts - 1;
-      if (is_last) *arrived = 0;   // for the next launch
-      store_shared_4(flag, static_cast<uint32_t>(is_last));
-    }
-    sync_threads(kPartsLeft, kThreads);
-    if (load_shared_4(flag) == 0) return;
+    if (!has_left_last(p, work, thread, flag)) return;
 #pragma unroll 1
     for (int row = thread / kRowThreads; row < num_rows(); row += kThreads / kRowThreads * kBatch) add_up(row);
   }

@@ -2,15 +2,12 @@
 // keys, whoever is last, so that a launch repeats bit for bit.
 #pragma once
 
+#include "epilogue/latent_parts.cuh"
 #include "mma/row_state.cuh"
-#include "ptx/hopper_copy.cuh"
-#include "ptx/part_counter.cuh"
 #include "schedule/latent_shape.cuh"
 #include "schedule/latent_work.cuh"
 
 namespace slipstream {
-
-constexpr int kPartsLeft = 8;   // named barrier
 
 // What one of the 256 threads that multiply has of a unit: NUM sums of MINE rows. Parts lie in memory as the threads hold
 // them, which is one wide store after the other, and are added up by the threads that hold the same.
@@ -18,15 +15,14 @@ constexpr int kPartsLeft = 8;   // named barrier
 template <int NUM, int MINE, typename ROWS>
 struct NarrowParts {
   using Shape = LatentShape;
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = kPartThreads;
   static constexpr int kQuads = NUM / 4;
   // Parts that are loaded at once, and how many quads of each.
   static constexpr int kTogether = 2, kBatch = kQuads % 8 == 0 ? 8 : kQuads;
 
   const LatentParams& p;
   const LatentWork& work;
-  int thread;       // of both warpgroups that multiply
-  uint32_t flag;    // a word of shared memory
+  int thread;   // of both warpgroups that multiply
 
   // maxima: base 2. has_states: whether the thread is one of those that leave its rows' states.
   __device__ __forceinline__ void leave(const float (&sums)[NUM], const float (&maxima)[MINE], const float (&totals)[MINE],
@@ -39,19 +35,6 @@ struct NarrowParts {
     if (!has_states) return;
 #pragma unroll
     for (int h = 0; h < MINE; ++h) __stcg(state_of(work.slot, h), make_float2(maxima[h], totals[h]));
-  }
-
-  // All threads, which have left their part. Whether it was the unit's last.
-  __device__ __forceinline__ bool is_last() const {
-    sync_threads(kPartsLeft, kThreads);
-    if (thread == 0) {
-      int32_t* arrived = p.arrivals + work.first_slot / 2;
-      const bool is_last = count_part(arrived) == work.num_parts - 1;
-      if (is_last) *arrived = 0;   // for the next launch
-      store_shared_4(flag, static_cast<uint32_t>(is_last));
-    }
-    sync_threads(kPartsLeft, kThreads);
-    return load_shared_4(flag) != 0;
   }
 
   // sums, totals: of all parts.

@@ -20,16 +20,16 @@ struct NarrowStore {
   const LatentParams& p;
   const LatentWork& work;
 
-  // maxima (base 2), sums: of the thread's rows.  flag: see NarrowParts.  All threads of both warpgroups.
+  // maxima (base 2), sums: of the thread's rows.  flag: see has_left_last.  All threads of both warpgroups.
   __device__ __forceinline__ void run(float (*out)[kRows / 2], const float (&maxima)[kRows / 4], float (&sums)[kRows / 4],
                                       uint32_t flag) const {
     if (work.num_parts > 1 && p.arrivals == nullptr) return leave_part(out, maxima, sums);
     if (work.num_parts > 1) {
       auto& all = reinterpret_cast<float(&)[kSlabs * kRows / 2]>(out[0][0]);
       const NarrowParts<kSlabs * kRows / 2, kRows / 4, NarrowStore> parts{
-          p, work, static_cast<int>(threadIdx.x % 128) + 128 * W, flag};
+          p, work, static_cast<int>(threadIdx.x % 128) + 128 * W};
       parts.leave(all, maxima, sums, W == 0 && threadIdx.x % 128 < 4);
-      if (!parts.is_last()) return;
+      if (!has_left_last(p, work, parts.thread, flag)) return;
       parts.add_up(all, sums);
     }
     store_rows(out, sums);
