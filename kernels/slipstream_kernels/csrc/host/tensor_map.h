@@ -26,16 +26,16 @@ inline EncodeTensorMap find_tensor_map_encoder() {
   return result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTensorMap>(function) : nullptr;
 }
 
-// False if the driver has no such function or refuses the sizes.
+// False if the driver has no such function or refuses the sizes. promotion: what L2 reads from memory for a box.
 template <int RANK>
 bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
-                       const Extent<RANK>& extent) {
+                       const Extent<RANK>& extent,
+                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static const EncodeTensorMap encode = find_tensor_map_encoder();
   if (encode == nullptr) return false;
   const uint32_t ones[5] = {1, 1, 1, 1, 1};
   return encode(map, type, RANK, const_cast<void*>(data), extent.dims, extent.strides, extent.box, ones,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace slipstream

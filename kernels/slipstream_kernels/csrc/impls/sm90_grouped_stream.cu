@@ -13,7 +13,7 @@
 #include "epilogue/grouped_stream_epilogue.cuh"
 #include "host/kernel_launch.h"
 #include "host/library.h"
-#include "host/stream_map.h"
+#include "host/tensor_map.h"
 #include "mma/grouped_stream_multiply.cuh"
 #include "pipeline/grouped_stream_load.cuh"
 #include "ptx/dependent_launch.cuh"
@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
   }
 }
 
-// Weights as [experts][eights of features][gate, up][8][in_features]; a box: 128 rows of an expert.
+// Weights as [experts][eights of features][gate, up][8][in_features]; a box: 128 rows of an expert. L2 reads what a box asks for
+// and no more: with 256 bytes, of rows of which a box has 128, copies alone went through 738 MB in 177 us on an H200, and in 166
+// with 128.
 template <typename SHAPE>
 bool encode_map(const GroupedStreamParams& p, CUtensorMap* map) {
   constexpr uint64_t kParts = SHAPE::kGated ? 2 : 1;
@@ -70,7 +72,7 @@ bool encode_map(const GroupedStreamParams& p, CUtensorMap* map) {
                           {row, width * row, 8 * row, p.out_features * row},
                           {SHAPE::kChunk, 8, kParts, SHAPE::kFeatures / 8, 1}};
   const auto type = SHAPE::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode_stream_map(map, type, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, weights);
+  return encode_tensor_map(map, type, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, weights, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 template <typename SHAPE>
