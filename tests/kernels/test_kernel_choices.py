@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import kernel_choices
 import pytest
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.cuda import build
 from slipstream_kernels.cuda import device as this_gpu
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import choose as dense
@@ -49,6 +52,31 @@ def test_the_table_has_all_models_and_kernels() -> None:
                    "mixed_gemm_w4a16", "mixed_gemm_pairs", "stream_w4a8", "stream_w4a16", "scaled_mm", "library",
                    "grouped_w4a8_gemm"):  # fmt: skip
         assert f" {kernel}" in text
+
+
+def test_kernels_count_the_clusters_that_choices_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each is asked how many CTAs of its library run at once; here libraries answer none."""
+    asked: dict[str, tuple[Product, tuple[int, ...]]] = {}
+
+    def count(self: object, kernel: str, product: Product, config: tuple[int, ...]) -> int:
+        asked.setdefault(kernel, (product, config))
+        return 0
+
+    monkeypatch.setattr(kernel_choices.Hopper, "count_clusters", count)
+    for form in kernel_choices.FORMS.values():
+        for num_rows in kernel_choices.ROWS:
+            for sizes in ((8192, 8192), (4096, 14336)):
+                kernel_choices.chosen(form, num_rows, kernel_choices.Product(*sizes), 132)
+    nothing = KERNELS["library"].count_clusters
+    assert set(asked) == {name for name, kernel in KERNELS.items() if kernel.count_clusters is not nothing}
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for kernel, (product, config) in asked.items():
+        library = MagicMock()
+        for symbol in ("mixed_gemm_clusters", "count_clusters", "count_ctas"):
+            getattr(library, f"slipstream_{symbol}").return_value = 0
+        monkeypatch.setattr(build, "_load", lambda *name, found=library: found)
+        assert KERNELS[kernel].count_clusters(product, config) == 0 and library.mock_calls, kernel
 
 
 class Gpu:

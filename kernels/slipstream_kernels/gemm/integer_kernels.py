@@ -191,7 +191,7 @@ def _mixed_gemm(
     def count_clusters(product: Product, config: Config) -> int:
         kernel, weight = in_cuda(name), product.weight
         weight_format = kernel.format_of(product.dtype, int4_layout.groups_per_block(weight.group_size))
-        count: int = kernel.clusters_at_once(weight.device, weight_format, kernel.Variant(*config))
+        count: int = in_cuda("mixed_gemm").clusters_at_once(weight.device, weight_format, kernel.Variant(*config))
         return count
 
     return Kernel(run, refusal, configure, gates, count_clusters)
