@@ -177,6 +177,14 @@ def test_rounded_queries_are_all_that_fp8_queries_change(hopper, geometry, dtype
     assert 0.002 < (out.cpu().double() - exact).norm() / exact.norm() < 0.03
 
 
+@pytest.mark.parametrize("dtype", cuda_prefill.TYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sums_follow_scores_that_rise(hopper, head_dim, dtype) -> None:
+    """Scores 16 times as large: of many tiles the largest lies far above those of the tiles before."""
+    batch = make_batch([1, 301, 40], [900, 301, 2000], 8, 2, head_dim, 64, dtype, hopper, seed=7)
+    assert_right(replace(batch, q=batch.q * 16), {})
+
+
 def test_many_requests_share_the_tiles(hopper) -> None:
     query_lens = [37 * i % 90 + 1 for i in range(70)]
     seq_lens = [length + 91 * i % 130 for i, length in enumerate(query_lens)]

@@ -72,23 +72,26 @@ struct PrefillConsumer : PrefillRows<SHAPE> {
     release(memory.key_emptied(key_place.stage));
     key_place.advance();
     float rescale[2];
-    follow(tile, is_masked, rescale);
+    const bool moves = follow(tile, is_masked, rescale);
     wait_for_products<0>();
     pin(out);
     pin(probs);
     release(memory.value_emptied(value_place.stage));
     value_place.advance();
+    if (moves) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
+      for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
+    }
     pack_probs();
   }
 
-  __device__ __forceinline__ void follow(int tile, bool is_masked, float (&rescale)[2]) {
+  // As RowState's.
+  __device__ __forceinline__ bool follow(int tile, bool is_masked, float (&rescale)[2]) {
     const int first_key = tile * SHAPE::kKeys;
     float factor[2];
     finish_scores<SHAPE::kHasSoftCap, SHAPE::kHasAlibi>(p, facts, first_key, scores, factor);
     if (is_masked) mask_scores(p, facts, first_key, scores);
-    state.follow(scores, factor, rescale);
+    return state.follow(scores, factor, rescale);
   }
 
   __device__ __forceinline__ void multiply_scores() {

@@ -118,10 +118,10 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
       mask_scores(p, rows, first_key, first);
       mask_scores(p, rows, first_key + kHalf, second);
     }
-    float top[2] = {state.maximum[0], state.maximum[1]};
+    float top[2] = {kNothing, kNothing};
     state.raise(first, top);
     state.raise(second, top);
-    state.settle(top, facts.factor, rescale, shift);
+    state.follow_top(top, facts.factor, SHAPE::kFp8ProbsAbove, rescale, shift);
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] -= SHAPE::kProbsLog2;
   }

@@ -67,6 +67,7 @@ struct PrefillShape {
   static constexpr int kKeySlabs = kTileDim * static_cast<int>(sizeof(KeyOperand)) / kSwizzleBytes;
   static constexpr int kValueSlabs = kHasFp8Values ? kSlabs / 2 : kSlabs;  // transposed ones have as many bytes
   static constexpr float kProbsLog2 = kHasFp8Values ? 8.0f : 0.0f;  // what probabilities are multiplied by
+  static constexpr float kFp8ProbsAbove = 0.75f;  // kMostAbove of these: e4m3 holds 448
   static constexpr int kStages = 2;
   static constexpr int kQuerySlab = kRows * kSwizzleBytes;
   static constexpr int kKeySlab = kKeys * kSwizzleBytes;
