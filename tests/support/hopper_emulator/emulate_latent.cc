@@ -12,6 +12,8 @@ extern "C" int slipstream_emulate(const LatentParams* params, unsigned seed) {
   const int64_t num_slots = p.num_blocks << p.block_size_log2;
   LatentMaps maps{{static_cast<const char*>(p.q), int64_t{p.num_tokens} * p.num_heads, kRowBytes, Shape::kRows},
                   {cache, num_slots, kRowBytes, 64}};
+  if (Shape::kRows == 64) maps.cache.box_slabs = 2;
+  maps.rope = {cache, num_slots, kRowBytes, 64};
   if (Shape::kIsFp8) {
     maps.cache = {cache, num_slots, kFp8Bytes, 64, Shape::kValueDim, 1, Shape::kScaleColumns, false};
     maps.scales = {cache + Shape::kValueDim, num_slots, kFp8Bytes, 64, 16, 4, 16, false};

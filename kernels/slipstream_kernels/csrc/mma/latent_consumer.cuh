@@ -1,12 +1,13 @@
 // The two warpgroups of latent attention that multiply. Both attend the same 64 rows; warpgroup w holds the sums of
 // output columns 256 w to 256 w + 255, for 64 x 512 sums of fp32 fill half of an SM's registers.
 //
-// They take tiles of keys in pairs. Warpgroup w computes the scores and probabilities of tile w of the pair, multiplies
-// them by its columns of that tile's values, and hands them to the other through shared memory. While one computes a
-// softmax the tensor cores work for the other. The schedule is that of FlashMLA's published description ("seesaw").
+// They take tiles of keys in turns: warpgroup w computes the scores and probabilities of tiles w, w + 2 and so on, multiplies
+// them by its columns of the tile's values, and leaves them for the other, which multiplies them by its own. The idea is that
+// of FlashMLA's published description ("seesaw"); here each tile only follows the one before it, so that the warpgroups stay
+// half a tile apart: one's softmax and its wait for copies lie beside the other's products.
 //
-// Order in a pair: 0 tells 1 its maxima and factors; 1 answers with its own, and has its probabilities ready; 0 brings its
-// probabilities to the latest maxima and has them ready. Then each multiplies the other's.
+// Order in a tile t: the scores' products with the columns that the warpgroup itself gave back; the other's probabilities of
+// tile t - 1 times values, which gives these back early; the rest of the scores; softmax; its own probabilities times values.
 #pragma once
 
 #include "epilogue/latent_join.cuh"
@@ -19,8 +20,8 @@
 
 namespace slipstream {
 
-// Named barriers.
-constexpr int kFirstState = 1, kSecondState = 2, kFirstProbs = 3, kAllSums = 4, kTailCleared = 5;  // + warpgroup
+// Named barriers; the first and the last: + warpgroup.
+constexpr int kProbs = 1, kAllSums = 3, kTailCleared = 4;
 
 template <int W>
 struct LatentConsumer {
@@ -32,7 +33,7 @@ struct LatentConsumer {
   const LatentParams& p;
   LatentMemory memory;
   uint32_t place = row_of(0) * kSwizzleBytes + row_of(0) % 8 * 16 + lane() % 4 * 4;
-  uint32_t query_parity = 0, key_parity[2] = {0, 0};
+  uint32_t query_parity = 0, key_parity = 0;
   int end, prefix;           // of the unit's tiles; of the keys that all rows see
   RowState state;
   float out[Shape::kValueDim / 4];
@@ -43,11 +44,14 @@ struct LatentConsumer {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     while (receive()) {
-      int tile = work().begin;
-      if (tile + W < end) multiply_scores<false>(tile + W);
+      bool follows = W == 1;   // whether a tile of the other's comes before this one
+      int tile = work().begin + W;
 #pragma unroll 1
-      for (; tile + 1 < end; tile += 2) attend<true>(tile);
-      if (tile < end) attend<false>(tile);
+      for (; tile < end; tile += 2) {
+        attend(tile, follows);
+        follows = true;
+      }
+      if (tile == end) attend_last();
       finish();
     }
   }
@@ -67,8 +71,8 @@ struct LatentConsumer {
   // Read where it lies when it is needed: registers are short in between.
   __device__ __forceinline__ const LatentWork& work() const { return memory.work(query_parity); }
 
-  // False if nothing is left. The last slab of queries lies where warpgroup 0 writes probabilities, not before both have
-  // read it: kSecondState.
+  // False if nothing is left. The last slab of queries lies where warpgroup 0 writes probabilities, which it does not before
+  // the other has read it: that says so as if it had left a tile.
   __device__ __forceinline__ bool receive() {
     forget_places();
     wait_barrier(memory.query_filled(), query_parity);
@@ -81,127 +85,69 @@ struct LatentConsumer {
     for (int i = 0; i < 16; ++i) {
       queries[i] = load_shared_4(memory.queries(Shape::kSlabs - 1) + place_of(i % 2, 2 * (i / 4) + i / 2 % 2));
     }
+    if constexpr (W == 1) {
+      const float kept[2] = {1.0f, 1.0f};
+      leave_state(kept);
+      arrive_threads(kProbs + W, kPair);
+    }
     return true;
   }
 
-  // One pair of tiles, or the last tile of an odd number. Scores of the warpgroup's own are there, and are those of the
-  // next pair afterwards: nothing is under way between pairs, or the compiler would take products one by one.
-  template <bool IS_PAIR>
-  __device__ __forceinline__ void attend(int tile) {
+  // One tile. Nothing is under way before and after it, or the compiler would take products one by one.
+  // follows: a tile of the other's comes before it.
+  __device__ __forceinline__ void attend(int tile, bool follows) {
     forget_places();
-    if constexpr (W == 0) lead<IS_PAIR>();
-    else follow<IS_PAIR>();
-    if (IS_PAIR && tile + 2 + W < end) {
-      multiply_scores<true>(tile + 2 + W);
-    } else {
-      wait_for_products<0>();
-      pin(out);
-      if (IS_PAIR || W == 1) release(memory.emptied(kOther, W));
-    }
-  }
-
-  // Warpgroup 0's part.
-  template <bool IS_PAIR>
-  __device__ __forceinline__ void lead() {
-    float rescale[2];
-    compute_probs(rescale);
-    leave_state(rescale);
-    arrive_threads(kFirstState, kPair);
-    pack_probs();
-    scale_outputs(rescale);
+    multiply_own_columns();
+    begin_others(follows);
+    multiply_slabs<kOther>();
+    commit_products();
+    wait_for_products<1>();
+    pin(out);
+    if (follows) release(memory.emptied(kOther, W));
+    wait_for_products<0>();
+    pin(scores);
+    pin(queries);
+    release(memory.emptied(W, 2));
+    key_parity ^= 1;
+    if ((tile + 1) * Shape::kKeys > prefix) hide(tile);
+    leave_probs();
     multiply_own();
-    sync_threads(kSecondState, kPair);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rescale[r] = take_state(r);
-    }
-#pragma unroll
-    for (int i = 0; i < Shape::kKeys / 4; ++i) {
-      const float factor = rescale[i % 2];
-      store_shared_4(memory.probs(W) + place_of(i % 2, i / 2),
-                     pack<Operand>(scores[2 * i] * factor, scores[2 * i + 1] * factor));
-    }
-    fence_shared_for_engines();
-    arrive_threads(kFirstProbs, kPair);
     wait_for_products<0>();
     pin(out);
     pin(probs);
     release(memory.emptied(W, W));
-    scale_outputs(rescale);
-    if (IS_PAIR) multiply_other();
   }
 
-  // Warpgroup 1's part. Not a pair: it has no tile of its own.
-  template <bool IS_PAIR>
-  __device__ __forceinline__ void follow() {
-    sync_threads(kFirstState, kPair);
-    float rescale[2] = {1.0f, 1.0f}, all[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      all[r] = take_state(r);
-    }
-    if (IS_PAIR) {
-      compute_probs(rescale);
-      pack_probs();
-#pragma unroll
-      for (int i = 0; i < Shape::kKeys / 4; ++i) {
-        store_shared_4(memory.probs(W) + place_of(i % 2, i / 2), probs[i]);
-      }
-      fence_shared_for_engines();
-    }
-    leave_state(rescale);
-    arrive_threads(kSecondState, kPair);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) all[r] *= rescale[r];
-    scale_outputs(all);
-    if (IS_PAIR) multiply_own();
-    sync_threads(kFirstProbs, kPair);
-    multiply_other();
-    if (IS_PAIR) {
-      wait_for_products<1>();
-      pin(probs);
-      release(memory.emptied(W, W));
-    }
+  // A last tile that is the other's.
+  __device__ __forceinline__ void attend_last() {
+    begin_others(true);
+    wait_for_products<0>();
+    pin(out);
+    release(memory.emptied(kOther, W));
   }
 
-  // Of the warpgroup's own tile, whose slabs may still arrive: those first that are given back first.
-  // IS_OTHERS_PENDING: the products of the other's last tile are under way.
-  template <bool IS_OTHERS_PENDING>
-  __device__ __forceinline__ void multiply_scores(int tile) {
-    const uint32_t parity = key_parity[W];
-    key_parity[W] ^= 1;
+  // Scores of the rotated slab and of the columns that this warpgroup gave back itself.
+  __device__ __forceinline__ void multiply_own_columns() {
     pin(scores);
-    wait_barrier(memory.filled(W, Shape::kSlabs - 1), parity);
+    wait_barrier(memory.rope_filled(W), key_parity);
     begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       multiply_fragment<Operand, Shape::kKeys>(scores, queries + 4 * k,
                                                rows_operand(memory.keys(W, Shape::kSlabs - 1)) + (k * 32 >> 4), k > 0);
     }
-    // FP8 latents arrive when both have given back all of the tile before: what is awaited here may want this release.
-    if (!Shape::kIsFp8) multiply_slabs<4 * W>(parity);
-    commit_products();
-    if (IS_OTHERS_PENDING) {
-      wait_for_products<1>();
-      release(memory.emptied(kOther, W));
-    }
-    if (Shape::kIsFp8) multiply_slabs<4 * W>(parity);
-    // These come when the other has given them back, which it does before it awaits those given back above.
-    multiply_slabs<4 * kOther>(parity);
+    multiply_slabs<W>();
     commit_products();
     wait_for_products<0>();
-    pin(out);
     pin(scores);
-    pin(queries);
-    release(memory.emptied(W, 2));
-    if ((tile + 1) * Shape::kKeys > prefix) hide(tile);
   }
 
-  template <int FIRST>
-  __device__ __forceinline__ void multiply_slabs(uint32_t parity) {
+  // Of the columns of warpgroup OF's outputs.
+  template <int OF>
+  __device__ __forceinline__ void multiply_slabs() {
 #pragma unroll
-    for (int slab = FIRST; slab < FIRST + 4; ++slab) {
-      wait_barrier(memory.filled(W, slab), parity);
+    for (int slab = 4 * OF; slab < 4 * OF + 4; ++slab) {
+      if (slab % 2 == 0) wait_barrier(memory.filled(W, slab / 2), key_parity);
       begin_products();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -209,6 +155,17 @@ struct LatentConsumer {
                                                rows_operand(memory.keys(W, slab)) + (k * 32 >> 4), 1);
       }
     }
+  }
+
+  // Brings sums to what the other's last tile lowered exponents by, and begins to add its product, if there is such a tile.
+  __device__ __forceinline__ void begin_others(bool follows) {
+    sync_threads(kProbs + kOther, kPair);
+    float rescale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rescale[r] = take_state(r);
+    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_outputs(rescale);
+    pin(out);
+    if (follows) multiply_other();
   }
 
   __device__ __forceinline__ void hide(int tile) {
@@ -230,14 +187,22 @@ struct LatentConsumer {
     sync_threads(kTailCleared + W, 128);
   }
 
-  __device__ __forceinline__ void compute_probs(float (&rescale)[2]) {
+  // The tile's probabilities: in registers, and for the other.
+  __device__ __forceinline__ void leave_probs() {
     const float factor[2] = {p.scale * kLog2E, p.scale * kLog2E};
-    state.follow(scores, factor, rescale);
-  }
-
-  __device__ __forceinline__ void pack_probs() {
+    float rescale[2];
+    const bool moves = state.follow(scores, factor, rescale);
+    forget_places();
 #pragma unroll
-    for (int i = 0; i < Shape::kKeys / 4; ++i) probs[i] = pack<Operand>(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < Shape::kKeys / 4; ++i) {
+      probs[i] = pack<Operand>(scores[2 * i], scores[2 * i + 1]);
+      store_shared_4(memory.probs(W) + place_of(i % 2, i / 2), probs[i]);
+    }
+    leave_state(rescale);
+    fence_shared_for_engines();
+    arrive_threads(kProbs + W, kPair);
+    if (moves) scale_outputs(rescale);
+    pin(out);
   }
 
   // To and from the other warpgroup: a row's maximum, and the factor of all sums that came before it.
@@ -255,13 +220,9 @@ struct LatentConsumer {
     return rescale;
   }
 
-  // Most tiles move no maximum.
   __device__ __forceinline__ void scale_outputs(const float (&factor)[2]) {
-    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < Shape::kValueDim / 4; ++i) out[i] *= factor[i / 2 % 2];
-    }
-    pin(out);
+    for (int i = 0; i < Shape::kValueDim / 4; ++i) out[i] *= factor[i / 2 % 2];
   }
 
   __device__ __forceinline__ uint64_t values_of(int tile) const {
@@ -288,11 +249,8 @@ struct LatentConsumer {
     commit_products();
   }
 
-  // The other's probabilities and tile. Its copies have arrived, for the other has multiplied them.
+  // The other's probabilities and tile. Its copies have arrived: the other has waited for them, and told so since.
   __device__ __forceinline__ void multiply_other() {
-#pragma unroll
-    for (int slab = 4 * W; slab < 4 * W + 4; ++slab) wait_barrier(memory.filled(kOther, slab), key_parity[kOther]);
-    key_parity[kOther] ^= 1;
     const uint64_t values = values_of(kOther), others = rows_operand(memory.probs(kOther));
     begin_products();
 #pragma unroll

@@ -64,10 +64,7 @@ struct LatentConverter : WidenedPart {
       }
       fence_shared_for_engines();
       __syncwarp();
-      if (thread % 32 == 0) {
-        arrive(memory.filled(tile, 2 * part));
-        arrive(memory.filled(tile, 2 * part + 1));
-      }
+      if (thread % 32 == 0) arrive(memory.filled(tile, part));
     }
   }
 };

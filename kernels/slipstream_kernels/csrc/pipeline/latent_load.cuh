@@ -11,11 +11,13 @@
 namespace slipstream {
 
 // Rows of queries [tokens x heads][576], rows of the cache [blocks x block_size][576]; boxes of 64 rows and columns.
-// Of an FP8 cache: its latents in boxes of 128 columns, its scales, its rotated features.
+// For 64 rows of queries its latents in boxes of two slabs, [blocks x block_size][9][64], and its rotated features. Of an FP8
+// cache: its latents in boxes of 128 columns, its scales, its rotated features.
 struct LatentMaps {
   CUtensorMap q;
   CUtensorMap cache;
-  CUtensorMap scales, rope;   // FP8 alone
+  CUtensorMap scales;   // FP8 alone
+  CUtensorMap rope;
 };
 
 // MEMORY: LatentMemory or NarrowMemory.
@@ -135,51 +137,55 @@ struct LatentLoader {
   }
 };
 
-// The keys of 64 rows of queries: one thread streams the even tiles of a unit, one the odd ones, slab by slab, in the order
-// in which the tile's slabs are given back.
+// The keys of 64 rows of queries: one thread streams the even tiles of a unit, one the odd ones, in the order in which slabs
+// are given back: the rotated one, the columns of the warpgroup that has the tile, those of the other.
 struct WideLoader : LatentLoader<LatentMemory> {
   // One thread. TILE: 0 for even tiles, 1 for odd ones.
   template <int TILE>
   __device__ __forceinline__ void load_keys(Walk walk) const {
     uint32_t parity = 0;
     for_tiles<2>(walk, TILE, [&](int row, int) {
+      load_rope<TILE>(row, parity);
       if constexpr (Shape::kIsFp8) {
-        load_raw<TILE>(row, parity, hint());
+        load_raw<TILE>(row, parity);
       } else {
-        load_group<TILE, 2>(row, parity, hint());
-        load_group<TILE, TILE>(row, parity, hint());
-        load_group<TILE, 1 - TILE>(row, parity, hint());
+        load_columns<TILE, TILE>(row, parity);
+        load_columns<TILE, 1 - TILE>(row, parity);
       }
       parity ^= 1;
     });
   }
 
  private:
-  template <int TILE, int GROUP>
-  __device__ __forceinline__ void load_group(int row, uint32_t parity, uint64_t hint) const {
-    constexpr int kFirst = GROUP * 4, kEnd = GROUP == 2 ? kFirst + 1 : kFirst + 4;
-    wait_barrier(memory.emptied(TILE, GROUP), parity ^ 1);
-#pragma unroll 1
-    for (int slab = kFirst; slab < kEnd; ++slab) {
-      arrive_expecting(memory.filled(TILE, slab), Shape::kSlabBytes);
-      copy_box(memory.keys(TILE, slab), &maps.cache, memory.filled(TILE, slab), hint, 64 * slab, row);
+  template <int TILE>
+  __device__ __forceinline__ void load_rope(int row, uint32_t parity) const {
+    constexpr int kColumn = Shape::kIsFp8 ? 0 : Shape::kValueDim;   // of its map
+    wait_barrier(memory.emptied(TILE, 2), parity ^ 1);
+    arrive_expecting(memory.rope_filled(TILE), Shape::kSlabBytes);
+    copy_box(memory.keys(TILE, Shape::kValueSlabs), &maps.rope, memory.rope_filled(TILE), hint(), kColumn, row);
+  }
+
+  // Of warpgroup W's outputs.
+  template <int TILE, int W>
+  __device__ __forceinline__ void load_columns(int row, uint32_t parity) const {
+    wait_barrier(memory.emptied(TILE, W), parity ^ 1);
+#pragma unroll
+    for (int pair = 2 * W; pair < 2 * W + 2; ++pair) {
+      arrive_expecting(memory.filled(TILE, pair), 2 * Shape::kSlabBytes);
+      copy_box(memory.keys(TILE, 2 * pair), &maps.cache, memory.filled(TILE, pair), hint(), 0, row, 2 * pair);
     }
   }
 
-  // The rotated slab, and what is converted to the others: it lies where both warpgroups' columns were.
+  // What is converted to the slabs of latents: it lies where both warpgroups' columns were.
   template <int TILE>
-  __device__ __forceinline__ void load_raw(int row, uint32_t parity, uint64_t hint) const {
-    constexpr int kRope = Shape::kSlabs - 1;
-    wait_barrier(memory.emptied(TILE, 2), parity ^ 1);
-    arrive_expecting(memory.filled(TILE, kRope), Shape::kSlabBytes);
-    copy_box(memory.keys(TILE, kRope), &maps.rope, memory.filled(TILE, kRope), hint, 0, row);
+  __device__ __forceinline__ void load_raw(int row, uint32_t parity) const {
     wait_barrier(memory.emptied(TILE, TILE), parity ^ 1);
     wait_barrier(memory.emptied(TILE, 1 - TILE), parity ^ 1);
     arrive_expecting(memory.raw_filled(TILE), Shape::kRawBytes);
-    copy_box(memory.raw_scales(TILE), &maps.scales, memory.raw_filled(TILE), hint, 0, row);
+    copy_box(memory.raw_scales(TILE), &maps.scales, memory.raw_filled(TILE), hint(), 0, row);
 #pragma unroll 1
     for (int part = 0; part < Shape::kScales; ++part) {
-      copy_box(memory.raw(TILE, part), &maps.cache, memory.raw_filled(TILE), hint, Shape::kScaleColumns * part, row);
+      copy_box(memory.raw(TILE, part), &maps.cache, memory.raw_filled(TILE), hint(), Shape::kScaleColumns * part, row);
     }
   }
 };

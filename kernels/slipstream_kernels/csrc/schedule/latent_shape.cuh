@@ -19,7 +19,7 @@
 namespace slipstream {
 
 // Sizes are those of DeepSeek's latent: 512 columns that are key and value, 64 rotated ones that are key alone. They lie
-// in slabs of 64 columns (128 swizzled bytes) of 64 rows, of which each is copied, awaited and given back by itself.
+// in slabs of 64 columns (128 swizzled bytes) of 64 rows. Two slabs of latents are copied and awaited together.
 struct LatentShape {
   static constexpr int kRows = SLIPSTREAM_ROWS;     // (token, head) pairs of a request
   static constexpr int kKeys = 64;
@@ -27,6 +27,7 @@ struct LatentShape {
   static constexpr int kKeyDim = 576;
   static constexpr int kValueSlabs = kValueDim / 64;
   static constexpr int kSlabs = kKeyDim / 64;       // the last one is rotated
+  static constexpr int kPairs = kValueSlabs / 2;    // of slabs of latents
   static constexpr int kSlabBytes = 64 * kSwizzleBytes;
   static constexpr int kTileBytes = kSlabs * kSlabBytes;
   static constexpr bool kIsFp8 = SLIPSTREAM_FP8_ROWS;
@@ -68,7 +69,8 @@ struct LatentMemory {
   static constexpr int kFlagOffset = kWorkOffset + 2 * sizeof(LatentWork);
   static constexpr int kBarrierOffset = kFlagOffset + 8;
   static_assert(kBarrierOffset % 8 == 0);
-  static constexpr int kRawBarrier = 2 + 2 * Shape::kSlabs + 2 * kSlabGroups;
+  static constexpr int kFilledBarriers = Shape::kPairs + 1;   // of a tile
+  static constexpr int kRawBarrier = 2 + 2 * kFilledBarriers + 2 * kSlabGroups;
   static constexpr int kNumBarriers = kRawBarrier + (Shape::kIsFp8 ? 2 : 0);
   static constexpr int kTotalBytes = kBarrierOffset + 8 * kNumBarriers;
   static_assert(kTotalBytes <= 227 * 1024);
@@ -104,9 +106,10 @@ struct LatentMemory {
   __device__ __forceinline__ uint32_t barrier(int index) const { return address + kBarrierOffset + 8 * index; }
   __device__ __forceinline__ uint32_t query_filled() const { return barrier(0); }
   __device__ __forceinline__ uint32_t query_emptied() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t filled(int tile, int slab) const { return barrier(2 + tile * Shape::kSlabs + slab); }
+  __device__ __forceinline__ uint32_t filled(int tile, int pair) const { return barrier(2 + tile * kFilledBarriers + pair); }
+  __device__ __forceinline__ uint32_t rope_filled(int tile) const { return filled(tile, Shape::kPairs); }
   __device__ __forceinline__ uint32_t emptied(int tile, int group) const {
-    return barrier(2 + 2 * Shape::kSlabs + tile * kSlabGroups + group);
+    return barrier(2 + 2 * kFilledBarriers + tile * kSlabGroups + group);
   }
   __device__ __forceinline__ uint32_t raw_filled(int tile) const { return barrier(kRawBarrier + tile); }
 
@@ -115,11 +118,11 @@ struct LatentMemory {
     init_barrier(query_filled(), 1);
     init_barrier(query_emptied(), 8);
     // Slabs of latents are filled by one copy, or by four warps that convert.
-    for (int i = 0; i < 2 * Shape::kSlabs; ++i) {
-      init_barrier(barrier(2 + i), Shape::kIsFp8 && i % Shape::kSlabs < Shape::kValueSlabs ? 4 : 1);
+    for (int i = 0; i < 2 * kFilledBarriers; ++i) {
+      init_barrier(barrier(2 + i), Shape::kIsFp8 && i % kFilledBarriers < Shape::kPairs ? 4 : 1);
     }
     for (int i = kRawBarrier; i < kNumBarriers; ++i) init_barrier(barrier(i), 1);
-    for (int i = 0; i < 2 * kSlabGroups; ++i) init_barrier(barrier(2 + 2 * Shape::kSlabs + i), 4);
+    for (int i = 0; i < 2 * kSlabGroups; ++i) init_barrier(barrier(2 + 2 * kFilledBarriers + i), 4);
     publish_barriers();
   }
 };
