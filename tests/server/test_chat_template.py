@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,29 @@ def test_as_hugging_face_renders_it(demo_model: Path, tools: list | None, add_ge
         )
         ours = ChatTemplate(source, {"bos_token": tokenizer.bos_token})
         assert ours.render(TALK, tools, add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_template_for_tools_as_hugging_face_takes_it(demo_model: Path, tmp_path: Path, in_files: bool) -> None:
+    """Checkpoints such as Hermes 3 have one template for plain talk and one that shows tools."""
+    transformers = pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(demo_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    plain = settings.pop("chat_template")
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(plain)
+        (folder / "additional_chat_templates/tool_use.jinja").write_text(QWEN)
+    else:
+        named = {"default": plain, "tool_use": QWEN}
+        settings["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), load_template(folder)
+    assert ours is not None and ours.tool_source == QWEN and ours.source == plain
+    for tools in (None, TOOLS):
+        expected = tokenizer.apply_chat_template(TALK, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert ours.render(TALK, tools) == expected
+    assert {"tool", "message"} <= ours.words
 
 
 def test_the_last_message_is_continued() -> None:

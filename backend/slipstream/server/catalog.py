@@ -19,7 +19,7 @@ from slipstream.core.control import LIST_LORA
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import read_generation_config
 from slipstream.core.numerals import read_whole
-from slipstream.server.chat_template import ChatTemplate, load_template
+from slipstream.server.chat_template import TOOL_TEMPLATE, ChatTemplate, load_template
 from slipstream.server.control import tell
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.model_tokenizer import ModelTokenizer
@@ -47,6 +47,7 @@ _FILES = (  # all that is read of a folder
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    TOOL_TEMPLATE,
 )
 
 
@@ -254,7 +255,7 @@ class Catalog:
         model.max_new_tokens = _max_new_tokens(model.settings, checkpoint) if checkpoint is not None else 0
         model.tokenizer = ModelTokenizer(folder)
         if model.template is not None:
-            model.tool_format = select_format(self._options.tool_parser, model.template.source)
+            model.tool_format = select_format(self._options.tool_parser, model.template.tool_source)
             model.reasoning_format = select_reasoning(self._options.reasoning_parser, model.template.source)
         return model
 

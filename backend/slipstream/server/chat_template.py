@@ -26,6 +26,7 @@ from slipstream.server.errors import ApiError
 logger = logging.getLogger(__name__)
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _CONTINUE = "\u2400continue\u2400"
 
 
@@ -62,16 +63,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """source: the template's text. tokens: what it may name, such as bos_token."""
+    """source: the template's text. tokens: what it may name, such as bos_token. tool_source: the text of the template
+    for requests with tools, which is another one in some checkpoints (Hermes 3)."""
 
-    def __init__(self, source: str, tokens: dict[str, str]) -> None:
-        self.source = source
-        self.words = frozenset(re.findall(r"\w+", source))  # among them every key of a message that it names
+    def __init__(self, source: str, tokens: dict[str, str], tool_source: str | None = None) -> None:
+        self.source, self.tool_source = source, tool_source or source
+        # among them every key of a message that a template names
+        self.words = frozenset(re.findall(r"\w+", f"{source} {self.tool_source}"))
         self._tokens = tokens
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError("chat_template", f"line {error.lineno}", str(error.message)) from None
+        self._template, self._tool_template = _compiled(source), _compiled(self.tool_source)
 
     def render(
         self,
@@ -89,7 +89,7 @@ class ChatTemplate:
         variables |= {"messages": list(messages), "tools": list(tools) if tools else None}
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = self._template.render(variables)
+            text = (self._tool_template if tools else self._template).render(variables)
         except _RefusalError as error:
             message = f"messages: the model's chat template says: {error.message}"
             raise ApiError(400, message, param="messages") from None
@@ -98,6 +98,13 @@ class ChatTemplate:
             message = f"messages: the model's chat template cannot render them ({told})"
             raise ApiError(400, message, param="messages") from None
         return _cut(text) if continue_final_message else text
+
+
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError("chat_template", f"line {error.lineno}", str(error.message)) from None
 
 
 def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,22 +124,24 @@ def _cut(text: str) -> str:
 def load_template(folder: Path, override: Path | None = None) -> ChatTemplate | None:
     """The template of a checkpoint folder, or None if it has none. Raises ConfigError for one that cannot be used."""
     settings = _read_json(folder / "tokenizer_config.json")
-    source = override.read_text("utf-8") if override is not None else _source(folder, settings)
+    source, tool_source = (override.read_text("utf-8"), None) if override is not None else _sources(folder, settings)
     if source is None:
         return None
     named = {**_read_json(folder / "special_tokens_map.json"), **settings}
-    return ChatTemplate(source, {name: _content(named[name]) for name in _TOKEN_NAMES if named.get(name)})
+    tokens = {name: _content(named[name]) for name in _TOKEN_NAMES if named.get(name)}
+    return ChatTemplate(source, tokens, tool_source)
 
 
-def _source(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
+def _sources(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The template for plain talk, and the one for talk with tools where the checkpoint has another."""
+    file, tool_file = folder / "chat_template.jinja", folder / TOOL_TEMPLATE
     if file.is_file():
-        return file.read_text("utf-8")
+        return file.read_text("utf-8"), tool_file.read_text("utf-8") if tool_file.is_file() else None
     found = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # several by name; "default" is for plain talk
-        by_name = {entry["name"]: entry["template"] for entry in found}
-        found = by_name.get("default") or next(iter(by_name.values()), None)
-    return found
+    if not isinstance(found, list):
+        return found, None
+    by_name = {entry["name"]: entry["template"] for entry in found}
+    return by_name.get("default") or next(iter(by_name.values()), None), by_name.get("tool_use")
 
 
 def _content(token: Any) -> str:
