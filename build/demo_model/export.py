@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from slipstream.nn.tensor_file import write_tensors
 
 from demo_model.network import Network, NetworkConfig
 
@@ -42,6 +42,5 @@ def export(config: NetworkConfig, tensors: dict[str, torch.Tensor], model_dir: P
     generation = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
     (model_dir / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     path = model_dir / "model.safetensors"
-    save_file(tensors, str(path), metadata={"format": "pt"})
-    path.chmod(0o644)  # save_file leaves it readable to its owner alone
+    write_tensors(tensors, path)
     return path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from slipstream.nn.tensor_file import write_tensors
 
 from draft_heads.heads import Medusa
 from draft_heads.kinds import Head
@@ -23,8 +23,7 @@ def export(head: Head, record: dict[str, Any], out_dir: Path, model_dir: Path) -
         for name, value in head.checkpoint().items()
     }
     path = out_dir / "model.safetensors"
-    save_file(tensors, str(path), metadata={"format": "pt"})
-    path.chmod(0o644)
+    write_tensors(tensors, path)
     _write(out_dir / "config.json", head.config(json.loads((model_dir / "config.json").read_text())))
     _write(out_dir / "training.json", record)
     if isinstance(head, Medusa):

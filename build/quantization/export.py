@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.latent_attention import LatentAttention
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.stored_names import Names, tensor_name
+from slipstream.nn.tensor_file import write_tensors
 from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, read_headers
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class ShardWriter:
         (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
 
     def _flush(self) -> None:
-        save_file(self.tensors, self._path(len(self.shards)), {"format": "pt"})
+        write_tensors(self.tensors, self._path(len(self.shards)))
         self.shards.append(list(self.tensors))
         self.tensors = {}
 

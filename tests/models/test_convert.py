@@ -134,6 +134,8 @@ def test_baichuan_is_served_after_it(tmp_path: Path) -> None:
         [answer] = llm.chat(TALK)
     assert answer.token_ids and answer.prompt_token_ids == ids
     assert "auto_map" not in json.loads((tmp_path / "made/config.json").read_text())
+    weights, config = (tmp_path / "made" / name for name in ("model-00001.safetensors", "config.json"))
+    assert weights.stat().st_mode == config.stat().st_mode  # another user may serve them
 
 
 def render(folder: Path) -> str:

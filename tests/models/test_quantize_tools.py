@@ -300,7 +300,9 @@ def test_shards(full: Path, tmp_path: Path) -> None:
         writer.add(name, tensor)
     writer.close()
     (tmp_path / "config.json").write_text((full / "config.json").read_text())
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    shards = list(tmp_path.glob("model-*-of-*.safetensors"))
+    assert len(shards) > 3
+    assert {file.stat().st_mode for file in shards} == {(tmp_path / "config.json").stat().st_mode}  # for every user
     assert torch.equal(logits(load(tmp_path)), logits(load(full)))
 
 

@@ -20,6 +20,7 @@ from slipstream.nn.attention import AttentionBackendType, SplitKVFp8Attention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.tensor_file import write_tensors
 
 FIELD = "prefill_attention_dtype"
 FP8, SIXTEEN_BIT = "fp8", "16bit"
@@ -93,10 +94,8 @@ def read_key_means(folder: Path, spec: DecoderSpec) -> list[Tensor]:
 
 def write_key_means(path: Path, means: list[Tensor], about: dict[str, object]) -> None:
     """about: what they were measured on."""
-    from safetensors.torch import save_file
-
     tensors = {f"layers.{index}.key_mean": mean.float().contiguous() for index, mean in enumerate(means)}
-    save_file(tensors, path, metadata={"about": json.dumps(about)})
+    write_tensors(tensors, path, {"about": json.dumps(about)})
 
 
 def needs_key_means(config: ModelConfig, kv_dtype: torch.dtype | None) -> bool:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.tensor_file import write_tensors
 
 SHARD_BYTES = 2 << 30
 JSON_BYTES = 64 << 20  # the index of the largest published model has a sixth of it
@@ -41,7 +41,7 @@ def write_shards(named: Iterable[tuple[str, torch.Tensor]], folder: Path) -> Non
 
     def flush() -> None:
         name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        write_tensors(shard, folder / name)
         files.update(dict.fromkeys(shard, name))
         shard.clear()
 
