@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import slipstream
-from slipstream.commands import serve
+from slipstream.commands import serve, serve_openai
 from slipstream.core.errors import SlipstreamError
 
 # verb -> what `slipstream --help` says of it. Its module is slipstream.commands.<verb>, with "_" for "-".
 VERBS = {
     "serve": "start tritonserver with a model repository or a checkpoint",
     "serve-openai": "start the OpenAI-compatible gateway and the chat page in front of a running server",
-    "validate": "check model folders as a load would, without server and weights",
-    "convert": "write a GGUF file as a checkpoint folder",
+    "validate": "check models as a load would, without server and weights",
+    "convert": "write a GGUF file, pickled weights or another form of tokenizer as a checkpoint folder",
     "bench": "load a running server: time to first token, time per token, tokens/s at rising concurrency",
     "chat": "talk to a model in the terminal, over gRPC",
     "install-backend": "put the backend of an installed wheel into a tritonserver",
@@ -28,7 +28,7 @@ DESCRIPTION = "Serve large language models with Triton Inference Server."
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="slipstream", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="VERB")
     for verb, summary in VERBS.items():
@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=summary,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # `serve-openai --model FOLDER` would be its --model-repository
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "serve" and unknown[:1] == ["--"]:  # a folder before other options ends the positional ones
         arguments.server_arguments += unknown[1:]
     elif unknown:
-        told = serve.advice(unknown) if arguments.command == "serve" else ""
+        advice = {"serve": serve.advice, "serve-openai": serve_openai.advice}.get(arguments.command)
+        told = advice(unknown) if advice is not None else ""
         parser.error(f"slipstream {arguments.command} has no {' '.join(unknown)}{told}")
     try:
         return arguments.run(arguments)

@@ -74,6 +74,8 @@ def test_the_gateway_s_garbage_collector_passes_over_what_it_started_with() -> N
         (["serve-openai", "--alias", "x"], "--alias='x': accepted: NAME=VALUE"),
         (["serve-openai", "--checkpoint", "llm=/nowhere"], "no such folder"),
         (["serve-openai", "--api-key-file", "/nowhere"], "cannot be read"),
+        (["validate", "{r}/llm", "--set", "max_num_seqs=3"], "--set='max_num_seqs=3': needs a checkpoint"),
+        (["validate", "{m}", "--set", "max_num_seq=3"], "unknown parameter; did you mean max_num_seqs?"),
         (["serve-openai", "--workers", "0"], "workers=0: accepted: an integer of at least 1"),
         (["serve-openai", "--send-timeout-s", "0"], "send_timeout_s=0.0: accepted"),
         (["serve-openai", "--model-repository", "/nowhere"], "model_repository='/nowhere': no such folder"),
@@ -81,9 +83,26 @@ def test_the_gateway_s_garbage_collector_passes_over_what_it_started_with() -> N
         (["validate", "/nowhere"], "/nowhere"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
+def test_wrong_arguments(arguments: list[str], words: str, demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([argument.format(r=ROOT / "model_repository", m=demo_model) for argument in arguments]) == 1
     assert words in capfd.readouterr().err
+
+
+def test_validate_takes_checkpoints_and_repositories(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", str(demo_model), "--set", "max_model_len=512", "--set", "memory_bytes=134217728"]) == 0
+    report = capsys.readouterr().out
+    assert f"generate model, {demo_model}" in report and "sequences of max_model_len=512 tokens" in report
+    for name in ("one", "two"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        given = {"task": "tokenize", "tokenizer_dir": demo_model}
+        lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in given.items()]
+        (tmp_path / name / "config.pbtxt").write_text("\n".join(['backend: "slipstream"', *lines]))
+    (tmp_path / "two/1").rmdir()
+    assert main(["validate", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "one: tokenize model" in said.out and f"{tmp_path / 'two'}: " in said.err
 
 
 @pytest.mark.parametrize(
@@ -93,6 +112,7 @@ def test_wrong_arguments(arguments: list[str], words: str, capfd: pytest.Capture
         ("--enforce-eager", "use `cuda_graphs: off`"),
         ("--port", "write --openai-port"),
         ("--nonsense", "slipstream serve has no --nonsense"),
+        ("--http", "slipstream serve has no --http"),  # a part of two names, and of one in another version
     ],
 )
 def test_serve_says_what_to_write_for_options_of_others(
@@ -101,6 +121,23 @@ def test_serve_says_what_to_write_for_options_of_others(
     with pytest.raises(SystemExit) as done:
         main(["serve", "--model", "x", option, "2"])
     assert done.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_gateway_does_not_take_model_for_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["serve-openai", "--model", "/models/a"])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and "no --model" in said and "--checkpoint" in said and "slipstream serve" in said
+
+
+def test_serve_tells_a_folder_without_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "llm").mkdir()
+    assert main(["serve", "--model-repository", str(tmp_path)]) == 1
+    assert "no folder in it has a config.pbtxt" in capfd.readouterr().err
+    (tmp_path / "llm/1").mkdir()
+    (tmp_path / "llm/1/model.onnx").touch()  # Triton completes the configuration of such a model by itself
+    served_folder.check_repository(tmp_path, [])
+    served_folder.check_repository(tmp_path / "llm/1", [])  # empty: models may come later
 
 
 @pytest.mark.parametrize(

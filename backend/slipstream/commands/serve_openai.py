@@ -12,6 +12,7 @@ docs/gateway.md has the endpoints, the limits and the errors.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
@@ -83,6 +84,15 @@ def add_passed_on(models: argparse._ArgumentGroup, access: argparse._ArgumentGro
     access.add_argument(
         "--otlp-endpoint", default="", metavar="URL", help="an OpenTelemetry collector that gets traces of requests"
     )
+
+
+def advice(unknown: Sequence[str]) -> str:
+    """What to write instead of options that this verb does not have; "" where that is not known."""
+    if "--model" not in (word.partition("=")[0] for word in unknown):
+        return ""
+    both = "`slipstream serve --model FOLDER --openai-port 9000` starts both"
+    copy = "--checkpoint FOLDER names a copy of a model's tokenizer and chat template"
+    return f"\n  --model: the gateway serves what a running Triton has; {both}; {copy}"
 
 
 def passed_on(arguments: argparse.Namespace) -> list[str]:

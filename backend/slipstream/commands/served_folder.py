@@ -20,6 +20,10 @@ def is_repository(folder: Path) -> bool:
     return not is_model_folder(folder) and any(folder.glob(f"*/{CONFIG}"))
 
 
+def models_of(repository: Path) -> list[str]:
+    return sorted(str(path.parent) for path in repository.glob(f"*/{CONFIG}"))
+
+
 def is_checkpoint(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in _OF_CHECKPOINTS)
 
@@ -61,9 +65,12 @@ def check_repository(folder: Path, load: Iterable[str]) -> None:
         raise ConfigError("--model-repository", str(folder), told)
     if is_checkpoint(folder):
         raise ConfigError("--model-repository", str(folder), f"is a checkpoint; accepted: --model {folder}")
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    if folders and not is_repository(folder) and not any(any(path.glob("[0-9]*/*")) for path in folders):
+        raise ConfigError("--model-repository", str(folder), f"holds no model: no folder in it has a {CONFIG}")
     for name in load:
         if not (folder / name).is_dir():
-            there = ", ".join(sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))) or "none"
+            there = ", ".join(Path(model).name for model in models_of(folder)) or "none"
             raise ConfigError("--load", name, f"no such model in {folder}; accepted: {there}")
 
 
