@@ -165,3 +165,13 @@ def test_a_draft_model_is_held_against_its_config_and_the_model(model: Path, tmp
     (draft / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"^draft_model=.*missing"):
         validate(tmp_path / "llm")
+    (draft / "config.json").write_text(json.dumps({**config, "architectures": ["OtherForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"^draft_model's config.json architectures='OtherForCausalLM'"):
+        validate(tmp_path / "llm")
+
+
+def test_the_config_of_a_head_is_told_from_the_models(model: Path, tmp_path: Path) -> None:
+    head = make_eagle(model, tmp_path / "head")
+    (head / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^eagle_head's config.json \w+=None: is missing"):
+        validate(model_folder(tmp_path / "llm", model, speculative_method="eagle", eagle_head=head))

@@ -28,13 +28,16 @@ class ConfigError(SlipstreamError):
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Rename the field of a ConfigError from `model` to `field`, the parameter that named this checkpoint."""
+    """Say in a ConfigError of a checkpoint which parameter, `field`, named it: in place of `model`, and before the
+    name of one of its files, as of the model's own there is one, too."""
     try:
         yield
     except ConfigError as error:
-        if error.field != "model":
+        is_of_file = error.field.partition(" ")[0].endswith(".json")
+        if error.field != "model" and not is_of_file:
             raise
-        raise ConfigError(field, error.value, error.accepted) from error.__cause__
+        named = f"{field}'s {error.field}" if is_of_file else field
+        raise ConfigError(named, error.value, error.accepted) from error.__cause__
 
 
 class RequestError(SlipstreamError):

@@ -64,8 +64,8 @@ def read_head_spec(folder: Path, target: DecoderSpec) -> DecoderSpec:
     """The head's layer from its config.json, whose architecture may have any name. Raises ConfigError."""
     with naming(FIELD):
         config = HFConfig.read(folder)
-    known = HFConfig("config.json", {**config.values, "architectures": ["LlamaForCausalLM"]})
-    spec = family_of(known).read_spec(known)
+        known = HFConfig("config.json", {**config.values, "architectures": ["LlamaForCausalLM"]})
+        spec = family_of(known).read_spec(known)
     if spec.hidden_size != target.hidden_size or spec.vocab_size != target.vocab_size:
         sizes = f"hidden_size={spec.hidden_size}, vocab_size={spec.vocab_size}"
         raise ConfigError(FIELD, str(folder), f"{sizes}; the model's are {target.hidden_size}, {target.vocab_size}")
