@@ -216,7 +216,7 @@ def test_a_head_of_the_hub_may_be_pickled(model: Path, tmp_path: Path, monkeypat
     folder = make_medusa(model, tmp_path, is_pickled=True)
     fetched: list[str] = []
 
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         if name != "org/heads":
             raise OSError("there is none")
         fetched.extend(file.name for file in folder.iterdir() if any(file.match(pattern) for pattern in allow_patterns))
@@ -239,7 +239,7 @@ def test_the_models_own_module_is_looked_for_in_what_the_model_is_made_of(
     """A checkpoint of the hub may have pickled weights beside the others: nobody reads them, for a module either."""
     patterns: set[str] = set()
 
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         patterns.update(allow_patterns)
         return str(model)
 

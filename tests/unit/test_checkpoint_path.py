@@ -14,16 +14,21 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 Fetch = Callable[..., set[str]]
 
 
+def matches(file: str, patterns: list[str]) -> bool:
+    return any(fnmatch(file, pattern) for pattern in patterns)
+
+
 @pytest.fixture
 def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """Names of the files that come when a repository has `files`."""
 
     def fetched(resolve: Callable[..., Path], *files: str) -> set[str]:
-        def snapshot(name: str, allow_patterns: list[str]) -> str:
+        def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
             if name != "org/name":
                 raise OSError("there is none")
             for file in files:
-                if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                if matches(file, allow_patterns) and not matches(file, ignore_patterns):
+                    (tmp_path / file).parent.mkdir(exist_ok=True)
                     (tmp_path / file).touch()
             return str(tmp_path)
 
@@ -49,6 +54,11 @@ def test_a_head_that_is_published_twice_is_fetched_once(fetch: Fetch) -> None:
 def test_a_checkpoint_is_fetched_without_pickled_files(fetch: Fetch) -> None:
     files = ("config.json", "model.safetensors", "pytorch_model.bin")
     assert fetch(resolve_checkpoint, *files) == {"config.json", "model.safetensors"}
+
+
+def test_weights_that_are_published_twice_are_fetched_once(fetch: Fetch) -> None:
+    files = ("original/model.safetensors", "metal/model.safetensors", "consolidated.safetensors")
+    assert fetch(resolve_checkpoint, "config.json", "model.safetensors", *files) == {"config.json", "model.safetensors"}
 
 
 def test_the_field_that_named_the_checkpoint_is_told(fetch: Fetch) -> None:

@@ -13,6 +13,7 @@ _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _TOKENIZER_NAMES = ("*token*", "vocab.*", "*.model", "*.tiktoken")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _HEAD_FILES = ("*.json", "*.safetensors")
+_TWICE = ("original/*", "metal/*", "consolidated*")  # the same weights for other programs, as gpt-oss and Mistral have
 _ACCEPTED = "accepted: a checkpoint folder, a .gguf file or a hub id like org/name"
 _PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published only as pickled state dicts
 
@@ -72,7 +73,7 @@ def _fetch(field: str, name: str, files: tuple[str, ...]) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=[*_TWICE]))
     except huggingface_hub.errors.RepositoryNotFoundError as error:  # the hub says this of gated ones, too
         reason = "it has none of this name, or shows it only to accounts that may read it (HF_TOKEN)"
         raise ConfigError(field, name, f"no such folder, and not to be had from the hub: {reason}") from error
