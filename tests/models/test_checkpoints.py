@@ -162,6 +162,14 @@ def _pointer_instead_of_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
+def _instead_of_config(file: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        (folder / "config.json").unlink()
+        (folder / file).touch()
+
+    return damage
+
+
 def _pickle_only(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -191,7 +199,7 @@ def _index_of(file: str) -> Callable[[Path], object]:
     ("damage", "named"),
     [
         (_truncate, "model.safetensors.*not a whole safetensors file"),
-        (_pointer_instead_of_weights, "model.safetensors.*not a whole safetensors file"),
+        (_pointer_instead_of_weights, "model.safetensors.*not a whole safetensors file.*run `git lfs pull`"),
         (_pickle_only, "pytorch_model.bin: `slipstream convert` writes"),
         (_missing_shard, "model-00002-of-00002.safetensors"),
         (_bad_index, "model.safetensors.index.json.*JSON"),
@@ -214,6 +222,11 @@ def _index_of(file: str) -> Callable[[Path], object]:
         ),
         (lambda folder: edit_config(folder, attention_bias=True), "q_proj.bias.*and .* more missing"),
         (lambda folder: (folder / "config.json").unlink(), "config.json.*no such file"),
+        (
+            _instead_of_config("m.Q4_K_M.gguf"),
+            r"config.json.*no such file; .*accepted: .*/m.Q4_K_M.gguf, the file itself",
+        ),
+        (_instead_of_config("adapter_config.json"), "config.json.*no such file; .*LoRA adapter: .*lora_modules"),
         (lambda folder: (folder / "config.json").write_text("{'a': 1}"), "config.json.*not readable as JSON"),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json.*not readable as JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json.*must hold a JSON object"),

@@ -60,6 +60,15 @@ def _quantization(values: dict[str, object], checkpoint_dir: Path) -> dict[str, 
     return {QUANTIZATION: {"quant_method": method, **({} if section is None else section.values)}}
 
 
+def _instead(folder: Path) -> str:
+    """What a folder without config.json is instead of a checkpoint, and how to serve that."""
+    if files := sorted(folder.glob("*.gguf")):
+        return f"the folder has GGUF files; accepted: {files[0]}, the file itself"
+    if (folder / "adapter_config.json").exists():
+        return "the folder has a LoRA adapter: serve its base model, with enable_lora and lora_modules"
+    return "needs a Hugging Face checkpoint folder"
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The fields of a config.json (or of one object inside it). A JSON null counts as absent.
@@ -79,6 +88,8 @@ class HFConfig:
     def read(cls, checkpoint_dir: Path) -> HFConfig:
         if not checkpoint_dir.is_dir():
             raise ConfigError("model", str(checkpoint_dir), "no such folder")
+        if not (checkpoint_dir / "config.json").exists():
+            raise ConfigError("model", str(checkpoint_dir / "config.json"), f"no such file; {_instead(checkpoint_dir)}")
         generation_path = checkpoint_dir / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
         values = read_json(checkpoint_dir / "config.json")

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.lfs_pointer import lfs_advice
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.hf_config import read_json
 from slipstream.nn.key_means import FILE as KEY_MEANS_FILE
@@ -239,7 +240,7 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
                     stored = tensors.get_slice(name)
                     headers[name] = TensorHeader(name, file, tuple(stored.get_shape()), stored.get_dtype())
         except (SafetensorError, OSError) as error:
-            raise ConfigError("model", str(file), f"not a whole safetensors file: {error}") from error
+            raise ConfigError("model", str(file), f"not a whole safetensors file: {error}{lfs_advice(file)}") from error
     return headers
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.lfs_pointer import lfs_advice
 from slipstream.tokenizer.stated_tokens import StatedTokens
 from slipstream.tokenizer.token_table import CUT, TokenTable, build_token_table, character_endings, table_agrees
 
@@ -68,7 +69,9 @@ class TextTokenizer:
         except ConfigError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError("tokenizer", str(path), f"tokenizer.json cannot be read: {error}") from error
+            raise ConfigError(
+                "tokenizer", str(path), f"tokenizer.json cannot be read: {error}{lfs_advice(file)}"
+            ) from error
         stated = StatedTokens(file.parent)
         stated.put_around(backend)
         return cls(backend, stated.eos_token_id(backend))
