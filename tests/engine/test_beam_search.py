@@ -114,6 +114,7 @@ def test_sequences_are_those_of_hugging_face(
 
 
 def score_of(completion: Completion, length_penalty: float) -> float:
+    assert completion.cumulative_logprob is not None
     return completion.cumulative_logprob / len(completion.token_ids) ** length_penalty
 
 
@@ -121,7 +122,7 @@ def test_the_best_n_are_returned_with_their_log_probabilities(llm: LLM, prompts:
     every = llm.generate([prompts[4]], replace(BEAMS, logprobs=2))
     best = llm.generate([prompts[4]], replace(BEAMS, n=2))
     assert [one.token_ids for one in best] == [one.token_ids for one in every[:2]]
-    assert best[0].logprobs is None
+    assert best[0].logprobs is None and best[0].cumulative_logprob == pytest.approx(every[0].cumulative_logprob)
     for completion in every:
         entries = completion.logprobs or []
         assert [entry.token_id for entry in entries] == completion.token_ids

@@ -162,6 +162,7 @@ def test_n_and_params_per_prompt(llm: LLM) -> None:
     completions = llm.generate(TEXTS[:2], params)
     assert [(c.prompt_index, c.sequence_index) for c in completions] == [(0, 0), (0, 1), (1, 0)]
     assert len(completions[2].token_ids) == 5 and completions[2].logprobs is None
+    assert completions[2].cumulative_logprob is None, "nobody asked for it: 0 would be a probability of 1"
     for completion in completions[:2]:
         assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
         assert completion.cumulative_logprob == pytest.approx(sum(e.logprob for e in completion.logprobs))

@@ -49,6 +49,7 @@ class Completion:
     """One sequence of one prompt. finish_reason: stop, length, cancelled, timeout or error (then `error` says why).
 
     token_ids: all sampled ones, the one that ended the text included. logprobs: one entry per token, if asked for.
+    cumulative_logprob: their sum; of a beam search also without them.
     """
 
     prompt_index: int
@@ -60,7 +61,7 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    cumulative_logprob: float = 0.0
+    cumulative_logprob: float | None = None
     num_cached_tokens: int = 0
     error: str = ""
 
@@ -75,7 +76,10 @@ class Completion:
         if output.finish_reason is not None:
             request = output.request
             self.finish_reason, self.stop_reason = output.finish_reason.value, output.stop_reason
-            self.cumulative_logprob = sum(entry.logprob for entry in self.logprobs or [])
+            if self.logprobs is not None:
+                self.cumulative_logprob = sum(entry.logprob for entry in self.logprobs)
+            elif request.params.beam_width > 1:
+                self.cumulative_logprob = request.cumulative_logprob
             self.num_cached_tokens = request.num_cached_tokens
             self.error = output.error
 
