@@ -199,6 +199,13 @@ def test_tensorrt_llm_values_that_ask_for_nothing_may_stay(tmp_path: Path) -> No
     assert config.cache.num_blocks == 100
 
 
+def test_vllms_words_for_types_are_known(tmp_path: Path) -> None:
+    assert (
+        parse(tmp_path, dtype="half").model.dtype == "float16"
+        and parse(tmp_path, dtype="float").model.dtype == "float32"
+    )
+
+
 def test_paths_count_from_the_model_folder(tmp_path: Path) -> None:
     folder, checkpoint = tmp_path / "repository" / "llm", tmp_path / "checkpoint"
     (folder / "3").mkdir(parents=True)

@@ -112,7 +112,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("task", "task", "What the model does: text generation, or TensorRT-LLM's `preprocessing` / `postprocessing`.", accepted=TASKS),
     Parameter("model", "model.model", "The checkpoint: a folder (relative to the model's folder), a GGUF file or a Hugging Face id. Without it: the version folder, if that holds one.", ("gpt_model_path", "engine_dir")),
     Parameter("tokenizer", "model.tokenizer", "A folder with tokenizer.json, that file, a GGUF file or a hub id; empty: the checkpoint's.", ("tokenizer_dir",)),
-    Parameter("dtype", "model.dtype", "Type of weights and activations; `auto`: the checkpoint's on a GPU ([if it states none](models.md#what-to-know-before-loading), that of its tensors), `float32` on a CPU.", accepted=DTYPES),
+    Parameter("dtype", "model.dtype", "Type of weights and activations; `auto`: the checkpoint's on a GPU ([if it states none](models.md#what-to-know-before-loading), that of its tensors), `float32` on a CPU.", accepted=DTYPES, synonyms={"half": "float16", "float": "float32"}),
     Parameter("load_format", "model.load_format", "`dummy`: random weights; `null`: no model, every step emits a fixed token.", accepted=LOAD_FORMATS),
     Parameter("max_model_len", "model.max_model_len", "Longest sequence, prompt and output together; 0: the checkpoint's.", ("max_seq_len",), **at_least(0)),
     Parameter("rope_scaling", "model.rope_scaling", "JSON that replaces the checkpoint's rope scaling, such as `{\"rope_type\": \"yarn\", \"factor\": 4.0, \"original_max_position_embeddings\": 32768}`; empty: the checkpoint's ([what it changes](long-context.md#rope-scaling)).", limits="a JSON object"),
