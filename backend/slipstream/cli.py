@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import slipstream
-from slipstream.commands import serve, serve_openai
+from slipstream.commands import foreign_options, serve_openai
 from slipstream.core.errors import SlipstreamError
 
 # verb -> what `slipstream --help` says of it. Its module is slipstream.commands.<verb>, with "_" for "-".
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "serve" and unknown[:1] == ["--"]:  # a folder before other options ends the positional ones
         arguments.server_arguments += unknown[1:]
     elif unknown:
-        advice = {"serve": serve.advice, "serve-openai": serve_openai.advice}.get(arguments.command)
-        told = advice(unknown) if advice is not None else ""
+        advice = {"serve": foreign_options.advice, "serve-openai": serve_openai.advice}.get(arguments.command)
+        told = advice(unknown, sys.argv[1:] if argv is None else argv) if advice is not None else ""
         parser.error(f"slipstream {arguments.command} has no {' '.join(unknown)}{told}")
     try:
         return arguments.run(arguments)

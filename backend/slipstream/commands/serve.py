@@ -26,7 +26,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from slipstream.commands import served_folder, server_tree
 from slipstream.commands.serve_openai import add_passed_on, passed_on
 from slipstream.core.config import ServingConfig
 from slipstream.core.config_parse import parse_parameters
-from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.errors import ConfigError
 
 SOURCE_TREE = Path(__file__).resolve().parents[3]
@@ -145,21 +144,6 @@ def server_command(server: Path, repository: Path, arguments: argparse.Namespace
 def _is_given(option: str, arguments: argparse.Namespace) -> bool:
     name = option.partition("=")[0]
     return any(argument.startswith(name) for argument in arguments.server_arguments)
-
-
-def advice(unknown: Sequence[str]) -> str:
-    """What to write instead of options that this verb does not have, such as vLLM's; "" where that is not known."""
-    ours = {name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
-    lines = []
-    for word in unknown:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if name in ours:
-            lines.append(f"{word}: a parameter of the model; write --set {name}=VALUE")
-        elif name in FOREIGN:
-            lines.append(f"{word}: {FOREIGN[name][1]}")
-        elif name == "port":
-            lines.append(f"{word}: write --openai-port, or --http-port for Triton's own protocol")
-    return "".join(f"\n  {line}" for line in lines)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -86,8 +86,8 @@ def add_passed_on(models: argparse._ArgumentGroup, access: argparse._ArgumentGro
     )
 
 
-def advice(unknown: Sequence[str]) -> str:
-    """What to write instead of options that this verb does not have; "" where that is not known."""
+def advice(unknown: Sequence[str], given: Sequence[str]) -> str:
+    """What to write instead of options that this verb does not have; "" where that is not known. given: as typed."""
     if "--model" not in (word.partition("=")[0] for word in unknown):
         return ""
     both = "`slipstream serve --model FOLDER --openai-port 9000` starts both"
