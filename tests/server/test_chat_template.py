@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from slipstream.core.chat_messages import for_template
 from slipstream.core.errors import ConfigError
+from slipstream.server.chat import templated
 from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.errors import ApiError
+from slipstream.server.schemas import Message
 
 QWEN = (
     "{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
@@ -34,6 +37,35 @@ def test_as_hugging_face_renders_it(demo_model: Path, tools: list | None, add_ge
         )
         ours = ChatTemplate(source, {"bos_token": tokenizer.bos_token})
         assert ours.render(TALK, tools, add_generation_prompt) == expected
+
+
+# as DeepSeek's templates: a turn with calls is told by its missing content, and the text of arguments is joined to more
+JOINING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}{% for call in m['tool_calls'] %}"
+    "{{ '[' + call['function']['name'] + ' ' + call['function']['arguments'] + ']' }}{% endfor %}"
+    "{% else %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
+)
+# as Qwen's and Llama's
+READING = (
+    "{% for m in messages %}{% for call in m.tool_calls %}{% set a = call.function.arguments %}"
+    "{% if a is mapping %}{{ a | tojson }} {{ a.items() | list }} {{ a.x }}{% endif %}{% endfor %}{{ m.content + '.' }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_calls_of_earlier_turns_are_shown_by_every_kind_of_template(content: object) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x":  1}'}}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    for messages in (
+        [templated(Message.model_validate(message), 0) for message in talk],
+        [{**for_template(message, ""), "content": message["content"] or ""} for message in talk],
+    ):
+        assert ChatTemplate(JOINING, {}).render(messages) == 'user: hi\n[f {"x":  1}]'
+        assert ChatTemplate(READING, {}).render(messages) == "hi.{\"x\": 1} [('x', 1)] 1."
+    spoken = [*talk[:1], {**talk[1], "content": "well"}]
+    messages = [templated(Message.model_validate(message), 0) for message in spoken]
+    assert ChatTemplate(JOINING, {}).render(messages) == "user: hi\nassistant: well\n"
 
 
 @pytest.mark.parametrize("in_files", [False, True])

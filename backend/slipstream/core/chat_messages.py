@@ -14,6 +14,24 @@ from slipstream.core.errors import RequestError
 _TEXT_KINDS = ("text",)
 
 
+class CallArguments(dict[str, Any]):
+    """Arguments of a call: an object to templates that read it (Qwen, Llama, GLM), and the text that the client sent to
+    templates that join it to more text (DeepSeek)."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, behind: str) -> str:
+        return self._text + behind
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
 def for_template(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A copy of a message with its content and its calls in that form. Raises RequestError that names the part.
 
@@ -51,7 +69,10 @@ def _read_call(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"] or "{}"
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+        values = json.loads(text)
+        arguments = CallArguments(values, text) if isinstance(values, dict) else values
+        return {**call, "function": {**function, "arguments": arguments}}
     except (ValueError, RecursionError):
         raise RequestError(f"{where}.function.arguments", "is not JSON") from None

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+_NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?[nN]one\b")  # a template that asks whether there is a content
 _CONTINUE = "\u2400continue\u2400"
 
 
@@ -71,6 +72,7 @@ class ChatTemplate:
         # among them every key of a message that a template names
         self.words = frozenset(re.findall(r"\w+", f"{source} {self.tool_source}"))
         self._tokens = tokens
+        self._takes_none = _NONE.search(f"{source}\n{self.tool_source}") is not None
         self._template, self._tool_template = _compiled(source), _compiled(self.tool_source)
 
     def render(
@@ -83,6 +85,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt. Raises ApiError (400) with the template's message if it called raise_exception, else with a
         number under which the log has the reason."""
+        if self._takes_none:
+            messages = [_without_empty_content(message) for message in messages]
         if continue_final_message:
             messages = _marked(messages)
         variables: dict[str, Any] = {**self._tokens, "documents": None, **(extra or {})}
@@ -105,6 +109,11 @@ def _compiled(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError("chat_template", f"line {error.lineno}", str(error.message)) from None
+
+
+def _without_empty_content(message: dict[str, Any]) -> dict[str, Any]:
+    """With None for the content of a turn that has calls alone, as templates of DeepSeek tell such turns."""
+    return {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
 
 
 def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
