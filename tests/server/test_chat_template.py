@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from slipstream.core.chat_messages import for_template
+from slipstream.core.chat_messages import ArgumentObject, for_template
 from slipstream.core.errors import ConfigError
 from slipstream.server.chat import templated
 from slipstream.server.chat_template import ChatTemplate, load_template
@@ -66,6 +66,27 @@ def test_calls_of_earlier_turns_are_shown_by_every_kind_of_template(content: obj
     spoken = [*talk[:1], {**talk[1], "content": "well"}]
     messages = [templated(Message.model_validate(message), 0) for message in spoken]
     assert ChatTemplate(JOINING, {}).render(messages) == "user: hi\nassistant: well\n"
+
+
+# as Phi-4-mini's: the tools are a text in the system message, and nothing else of them is read
+PHI = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}{{ '[' + m['tools'] + ']' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_tools_are_shown_where_the_template_looks_for_them() -> None:
+    assert not ChatTemplate("{{ messages }}", {}).shows_tools and ChatTemplate(QWEN, {}).shows_tools
+    template, call = ChatTemplate(PHI, {}), {"function": {"name": "f", "arguments": ArgumentObject({}, "{}")}}
+    assert template.shows_tools and template.render(TALK) == "<user>hi <é><assistant>yes"
+    shown = """[{"name": "f", "description": "<b> & 'é'"}]"""
+    assert (
+        template.render(TALK[:1], TOOLS) == f"<system>You are a helpful assistant with some tools.[{shown}]<user>hi <é>"
+    )
+    own = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
+    called = """<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]<|/tool_call|>"""
+    assert template.render(own, TOOLS) == f"<system>Be brief.[{shown}]<assistant>{called}"
 
 
 @pytest.mark.parametrize("in_files", [False, True])

@@ -33,8 +33,11 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton]:
         yield running
 
 
-def post(running: GatewayProcess, path: str, **message: object) -> tuple[int, dict[str, Any], Headers]:
-    body = {"model": "llm", "messages": [{"role": "user", "content": SCRIPT}, {"role": "user", **message}]}
+def post(
+    running: GatewayProcess, path: str, more: dict[str, object] | None = None, **message: object
+) -> tuple[int, dict[str, Any], Headers]:
+    messages = [{"role": "user", "content": SCRIPT}, {"role": "user", **message}]
+    body = {"model": "llm", "messages": messages, **(more or {})}
     headers = {"content-type": "application/json"}
     try:
         with urllib.request.urlopen(
@@ -102,6 +105,9 @@ def test_clients_learn_of_them(triton: FakeTriton, tmp_path: Path, is_strict: bo
         status, answer, headers = post(running, CHAT, content=SCRIPT, colour="red")
         assert status == (400 if is_strict else 200)
         assert is_strict or "messages[1].colour" in headers["warning"]
+        tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+        status, answer, headers = post(running, CHAT, tools, content=SCRIPT)
+        assert status == 200 and "tools: the model's chat template does not show them" in headers["warning"]
         status, error, headers = post(running, TOKENIZE, content=SCRIPT, colour="red")
         assert status == 400, "it has no tokenizer"
         assert ("--strict" in error["message"]) == is_strict and (is_strict or "colour" in headers["warning"])

@@ -14,7 +14,7 @@ from slipstream.core.errors import RequestError
 _TEXT_KINDS = ("text",)
 
 
-class CallArguments(dict[str, Any]):
+class ArgumentObject(dict[str, Any]):
     """Arguments of a call: an object to templates that read it (Qwen, Llama, GLM), and the text that the client sent to
     templates that join it to more text (DeepSeek)."""
 
@@ -72,7 +72,7 @@ def _read_call(call: Any, where: str) -> Any:
     text = function["arguments"] or "{}"
     try:
         values = json.loads(text)
-        arguments = CallArguments(values, text) if isinstance(values, dict) else values
+        arguments = ArgumentObject(values, text) if isinstance(values, dict) else values
         return {**call, "function": {**function, "arguments": arguments}}
     except (ValueError, RecursionError):
         raise RequestError(f"{where}.function.arguments", "is not JSON") from None

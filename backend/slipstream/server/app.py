@@ -236,12 +236,14 @@ def _note(body: NamedRequest, request: Request) -> list[str]:
 async def _note_messages(body: ChatRequest | TokenizeRequest, request: Request) -> None:
     """As _note, and of the messages, too: the model's template says which of their keys have a use."""
     fields, gateway = _note(body, request), request.app.state.gateway
-    if any(message.model_extra for message in body.messages or ()):
+    if body.tools or any(message.model_extra for message in body.messages or ()):
         template = (await gateway.catalog.find(body.model)).template
         words = template.words if template is not None else frozenset()
-        keys = unknown_message_keys(body, body.messages or (), words, gateway.options.is_strict)
-        if keys:
-            request.state.record.warning = warning(body, [*fields, *keys])
+        fields += unknown_message_keys(body, body.messages or (), words, gateway.options.is_strict)
+        notes = [warning(body, fields)] if fields else []
+        if body.tools and template is not None and not template.shows_tools:
+            notes.append("tools: the model's chat template does not show them")
+        request.state.record.warning = "; ".join(notes)
 
 
 def _add_models(app: FastAPI) -> None:

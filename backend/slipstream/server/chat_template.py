@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.core.errors import ConfigError, internal_error
 from slipstream.server.errors import ApiError
+from slipstream.server.tools.system_tools import reads_system_tools, with_system_tools
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,18 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 class ChatTemplate:
     """source: the template's text. tokens: what it may name, such as bos_token. tool_source: the text of the template
-    for requests with tools, which is another one in some checkpoints (Hermes 3)."""
+    for requests with tools, which is another one in some checkpoints (Hermes 3). shows_tools: whether it reads them."""
 
     def __init__(self, source: str, tokens: dict[str, str], tool_source: str | None = None) -> None:
         self.source, self.tool_source = source, tool_source or source
         # among them every key of a message that a template names
         self.words = frozenset(re.findall(r"\w+", f"{source} {self.tool_source}"))
+        self._template, self._tool_template = _compiled(source), _compiled(self.tool_source)
+        names = meta.find_undeclared_variables(_environment().parse(self.tool_source))
+        self._reads_system_tools = "tools" not in names and reads_system_tools(self.tool_source)
+        self.shows_tools = "tools" in names or self._reads_system_tools
         self._tokens = tokens
         self._takes_none = _NONE.search(f"{source}\n{self.tool_source}") is not None
-        self._template, self._tool_template = _compiled(source), _compiled(self.tool_source)
 
     def render(
         self,
@@ -85,6 +89,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt. Raises ApiError (400) with the template's message if it called raise_exception, else with a
         number under which the log has the reason."""
+        if tools and self._reads_system_tools:
+            messages = with_system_tools(messages, tools)
         if self._takes_none:
             messages = [_without_empty_content(message) for message in messages]
         if continue_final_message:
