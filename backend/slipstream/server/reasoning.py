@@ -132,10 +132,13 @@ def _format_of(guide: dict[str, Any] | None, excluded: str = "") -> dict[str, An
 
 
 class ThinkParser:
-    """Reasoning up to </think>, then what `behind` reads, or content. is_open: it begins with the text."""
+    """Reasoning up to </think>, then what `behind` reads, or content.
+
+    is_open: the reasoning begins with the text; a mark that the model writes once more is none of it.
+    """
 
     def __init__(self, is_open: bool, make_behind: Callable[[], ToolParser] | None) -> None:
-        self._is_open, self._has_begun = is_open, is_open
+        self._is_open, self._has_begun = is_open, False
         self._behind = make_behind() if make_behind is not None else None
         self._is_over = self._has_content = False
         self._text = ""
@@ -150,7 +153,7 @@ class ThinkParser:
                 self._text = start
                 return []
             self._has_begun = True
-            if not start.startswith(BEGIN):
+            if not start.startswith(BEGIN) and not self._is_open:
                 return self._end(self._text)
             self._text = start.removeprefix(BEGIN)
         before, found, after = self._text.partition(END)
@@ -163,7 +166,7 @@ class ThinkParser:
         events: list[Event] = []
         if not self._is_over:
             rest, self._text = self._text, ""
-            events = self._thoughts(rest.rstrip()) if self._has_begun else self._end(rest)
+            events = self._thoughts(rest.rstrip()) if self._has_begun or self._is_open else self._end(rest)
         return [*events, *(self._behind.finish() if self._behind is not None else [])]
 
     def _thoughts(self, text: str) -> list[Event]:
