@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -150,6 +151,36 @@ def test_serve_takes_a_folder_for_what_it_is(demo_model: Path) -> None:
 def test_serve_refuses_a_wrong_setting_before_it_starts_a_server(demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_num_seq='8': unknown parameter; did you mean max_num_seqs"):
         serve.write_repository(tmp_path, str(demo_model), {"max_num_seq": "8"})
+
+
+def test_paths_in_settings_count_from_where_the_command_is_typed(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("head", "adapters/a", "step-200"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "speculative_method": "eagle,ngram", "eagle_head": "head", "tokenizer_dir": "head",
+        "enable_lora": "true", "lora_root": "./adapters", "lora_modules": '{"a": "adapters/a", "b": "/b"}',
+        "enable_sleep_mode": "true", "reload_root": ".", "max_num_seqs": "8",
+    }  # fmt: skip
+    serve.write_repository(tmp_path / "repository", str(demo_model), given)
+    pytest.importorskip("tritonclient.grpc")
+    written = read_config(tmp_path / "repository/llm").parameters
+    assert {name: written[name].string_value for name in given} == {
+        **given,
+        "eagle_head": f"{tmp_path}/head",
+        "tokenizer_dir": f"{tmp_path}/head",
+        "lora_root": f"{tmp_path}/adapters",
+        "lora_modules": json.dumps({"a": f"{tmp_path}/adapters/a", "b": "/b"}),
+        "reload_root": str(tmp_path),
+    }
+    with pytest.raises(
+        ConfigError, match=f"^medusa_heads='./no': no such folder: {tmp_path}/no; accepted: a path relative"
+    ):
+        serve.write_repository(
+            tmp_path / "r", str(demo_model), {"speculative_method": "medusa", "medusa_heads": "./no"}
+        )
 
 
 def test_a_setting_of_serve_may_be_json(demo_model: Path, tmp_path: Path) -> None:

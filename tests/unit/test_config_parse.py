@@ -50,6 +50,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "otlp_endpoint": "http://collector:4318",
         "lora_modules": '{"a": "/b"}',
         "lora_root": "/adapters",
+        "reload_root": "/checkpoints",
         "logits_processors": "a=b:c",
         "kv_events_endpoint": "tcp://127.0.0.1:5557",
         "kv_events_replay_endpoint": "ipc:///run/replay",
@@ -213,6 +214,14 @@ def test_paths_count_from_the_model_folder(tmp_path: Path) -> None:
     config = parse_parameters({"model": "../../checkpoint", "tokenizer": str(checkpoint)}, folder)
     assert (config.model.model, config.model.tokenizer) == (str(checkpoint), str(checkpoint))
     assert parse_parameters({"model": "org/name"}, folder).model.model == "org/name"
+    roots = {
+        "enable_sleep_mode": "true",
+        "reload_root": "../..",
+        "enable_lora": "true",
+        "lora_root": "../../checkpoint",
+    }
+    config = parse_parameters({"model": "org/name", **roots}, folder)
+    assert (config.serving.reload_root, config.model.lora_root) == (str(tmp_path), str(checkpoint))
     (folder / "3" / "config.json").write_text("{}")
     assert parse_parameters({}, folder, version=3).model.model == str(folder / "3")
 

@@ -29,6 +29,7 @@ _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's cache size in tokens: num_blocks * block_size
 _DEFAULTS = EngineConfig()
 _BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
+_PATHS = ("model", "tokenizer", "lora_modules", "lora_root", "reload_root", "rank_secret_file")  # and drafters
 _MODEL_PARAMETER = re.compile(r'key:\s*"model"\s*,?\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
 MULTI_LORA = "multi_lora.json"
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -93,13 +94,28 @@ def parse_parameters(
         lora_root=_resolve("lora_root", config.model.lora_root, model_dir),
         logits_processor_folders=(str(model_dir / str(version)), str(model_dir)),
     )
-    serving = replace(config.serving, max_batch_size=max_batch_size)
+    reload_root = _resolve("reload_root", config.serving.reload_root, model_dir)
+    serving = replace(config.serving, max_batch_size=max_batch_size, reload_root=reload_root)
     speculation = _with_drafters(config.speculation, model_dir)
     secret = _resolve("rank_secret_file", config.parallel.rank_secret_file, model_dir)
     parallel = replace(config.parallel, rank_secret_file=secret)
     config = replace(config, model=resolved, parallel=parallel, speculation=speculation, serving=serving)
     check_combinations(config)
     return config
+
+
+def with_whole_paths(parameters: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The parameters of a model that is to be written elsewhere: what is relative counts from `folder`.
+
+    Raises ConfigError as parse_parameters.
+    """
+    config = parse_parameters(parameters, folder)
+    paths = {name: value_at(config, _BY_NAME[name].path) for name in parameters if name in _BY_NAME and _is_path(name)}
+    return {name: paths.get(name) or value for name, value in parameters.items()}
+
+
+def _is_path(name: str) -> bool:
+    return _BY_NAME[name].name in {*_PATHS, *(method.checkpoint for method in DRAFT_METHODS.values())}
 
 
 def config_from_values(values: Mapping[str, object], is_complete: bool = True) -> EngineConfig:
