@@ -19,8 +19,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.server.errors import ApiError, from_grpc
 from slipstream.server.messages.schemas import MessagesRequest
 from slipstream.server.request_log import JsonFormatter, RequestRecord, TextFormatter
+from slipstream.server.responses.input import to_chat as responses_chat
 from slipstream.server.responses.schemas import ResponsesRequest
-from slipstream.server.sampling import naming_fields_as_asked
+from slipstream.server.sampling import guide_of, naming_fields_as_asked
 from slipstream.server.schemas import ChatRequest, CompletionRequest
 from slipstream.server.serve import listen
 from slipstream.server.unknown_fields import NOT_SERVED, unknown_fields, warning
@@ -200,6 +201,17 @@ def test_a_line_is_text_or_json() -> None:
 def test_completions_have_the_same_rules() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "x", "guidance": 1})
     assert unknown_fields(body, is_strict=False) == ["guidance"]
+
+
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_keywords_that_cannot_be_enforced_are_left_to_the_model_where_strict_is_false(strict: bool | None) -> None:
+    tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    expected = tags if strict is not False else {"type": "array", "items": {"type": "integer"}}
+    asked = {"name": "x", "schema": tags, "strict": strict}
+    chat = request(response_format={"type": "json_schema", "json_schema": asked})
+    body = {"model": "llm", "input": "x", "text": {"format": {"type": "json_schema", **asked}}}
+    answer = responses_chat(ResponsesRequest.model_validate(body), [])
+    assert guide_of(chat.response_format) == guide_of(answer.response_format) == {"json": expected}
 
 
 @pytest.mark.parametrize(

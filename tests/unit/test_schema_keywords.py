@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import xgrammar
 from pydantic import BaseModel
-from schema_cases import ACCEPTED, INT, MODELS, REFUSED, REFUSED_PATTERNS, REFUSED_REGEXES
+from schema_cases import ACCEPTED, INT, MODELS, REFUSED, REFUSED_PATTERNS, REFUSED_REGEXES, having, under
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.grammar_limits import check_grammar
+from slipstream.core.regex_syntax import UnenforcedError
 from slipstream.core.sampling_params import Guide
 from slipstream.core.schema_keywords import DEFINITIONS, FORMATS, SELECTORS, TYPED
 from slipstream.core.schema_keywords import REFUSED as REFUSED_KEYWORDS
+from slipstream.core.schema_relaxing import MOST_DROPPED, enforceable
 from slipstream.engine.structural_tags import bounded_tag, schema_grammar
 from slipstream.server.schemas import Tool
 from slipstream.server.tools.calls_grammar import ListForm, calls_guide
@@ -51,6 +53,32 @@ def test_what_is_dropped_is_refused_with_its_place(schema: dict[str, Any], point
     keyword = "patternProperties" if "^(?!n)" in pointer else pointer.rpartition("/")[2]
     assert f"has {keyword} at {pointer}" in told and "accepted: " in told
     assert accepts(schema_grammar(text), broken), "the grammar holds the answer to it: let it pass"
+
+
+@pytest.mark.parametrize(("schema", "pointer", "broken"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_enforced_is_left_to_the_model_where_a_client_asks_for_that(
+    schema: dict[str, Any], pointer: str, broken: str
+) -> None:
+    before = json.dumps(schema)
+    if "nullable" in before:
+        with pytest.raises(UnenforcedError, match="nullable"):
+            enforceable(schema)
+        return
+    left = enforceable(schema)
+    assert refusal("json_schema", json.dumps(left)) == "" and json.dumps(schema) == before
+    assert accepts(schema_grammar(json.dumps(left)), broken)
+
+
+def test_the_rest_of_a_relaxed_schema_is_enforced() -> None:
+    url = {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}
+    tags = {"type": "array", "items": {"type": "string", "pattern": "(?=a)b"}, "uniqueItems": True}
+    left = enforceable(under("url", url, patternProperties={"(?=x)y": INT}) | {"title": "T"})
+    assert left["properties"]["url"] == {"type": "string", "format": "uri", "minLength": 1}
+    assert "patternProperties" not in left and left["additionalProperties"] is True and left["required"] == ["url"]
+    assert enforceable(tags) == {"type": "array", "items": {"type": "string"}}
+    assert enforceable(having("a")) == having("a")
+    with pytest.raises(UnenforcedError):
+        enforceable({"properties": {f"p{index}": tags for index in range(MOST_DROPPED)}, "type": "object"})
 
 
 @pytest.mark.parametrize(("pattern", "broken"), REFUSED_PATTERNS)

@@ -22,7 +22,14 @@ _LITERAL = re.compile(r"[A-Za-z0-9_\-/:@ ]|\\[^A-Za-z0-9]")
 
 
 class UnenforcedError(ValueError):
-    """str(): the construct, its place and what is accepted, to stand behind "has"."""
+    """str(): the construct, its place and what is accepted, to stand behind "has".
+
+    schema, keyword: of the part of a JSON schema that has it.
+    """
+
+    def __init__(self, told: str, schema: dict[str, object] | None = None, keyword: str = "") -> None:
+        super().__init__(told)
+        self.schema, self.keyword = schema, keyword
 
 
 @dataclass

@@ -90,7 +90,8 @@ class _Place:
 
     def error(self, keyword: str, reason: str, accepted: str) -> UnenforcedError:
         shown, pointer = keyword.rpartition("/")[2], self.pointer(keyword)
-        return UnenforcedError(f"{shown} at {pointer}, which cannot be enforced: {reason}, accepted: {accepted}")
+        told = f"{shown} at {pointer}, which cannot be enforced: {reason}, accepted: {accepted}"
+        return UnenforcedError(told, self.schema, keyword)
 
     def pointer(self, keyword: str) -> str:
         """RFC 6901; keyword: a pointer within this schema, without the first slash."""
@@ -300,7 +301,7 @@ def _check_pattern(place: _Place, keyword: str, pattern: str) -> None:
         check_regex(pattern, is_in_json=True)
     except UnenforcedError as error:
         name = keyword.partition("/")[0]
-        raise UnenforcedError(f"{name} at {place.pointer(keyword)} with {error}") from error
+        raise UnenforcedError(f"{name} at {place.pointer(keyword)} with {error}", place.schema, name) from error
 
 
 def _check_multiple(place: _Place, types: frozenset[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from slipstream.core.regex_syntax import UnenforcedError
+from slipstream.core.schema_relaxing import enforceable
 from slipstream.core.setting_values import MAX_INT32
 from slipstream.core.settings import IN_SPECULATION, SETTINGS
 from slipstream.server.errors import ApiError
@@ -99,4 +101,8 @@ def guide_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
     if response_format.json_schema is None or response_format.json_schema.schema_ is None:
         message = "response_format.json_schema: missing, accepted: an object with `name` and `schema`"
         raise ApiError(400, message, param="response_format.json_schema")
-    return {"json": response_format.json_schema.schema_}
+    schema = response_format.json_schema.schema_
+    if response_format.json_schema.strict is False:
+        with suppress(UnenforcedError):  # the engine refuses it with the reason
+            schema = enforceable(schema)
+    return {"json": schema}

@@ -62,7 +62,8 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
         return {"type": form.type} if form is not None else None
     if form.schema_ is None:
         raise ApiError(400, "text.format.schema: is missing", param="text.format.schema")
-    return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema_}}
+    named = {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def input_messages(request: ResponsesRequest) -> Messages:
