@@ -147,6 +147,8 @@ class Catalog:
         if state:
             message = f"The model {name!r} is not ready: {state}"
             raise ApiError(503, message, code="unavailable", retry_after_s=1)
+        if target in self._options.embedding_models:
+            raise model_not_found(name, list(self._models), "gives embeddings and no text; models that write are")
         raise model_not_found(name, list(self._models))
 
     async def _refresh(self, force: bool) -> None:

@@ -60,6 +60,8 @@ async def embed_texts(
         raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")
     model = gateway.options.aliases.get(name, name)
     if model not in served:
+        if any(known.name == name for known in await gateway.catalog.all()):
+            raise model_not_found(name, list(served), "gives no embeddings; models that do are")
         raise model_not_found(name, list(served))
     if not all(texts):
         raise ApiError(400, f"{param}: has an empty text, accepted: text of at least one character", param=param)

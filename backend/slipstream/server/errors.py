@@ -96,11 +96,10 @@ def refused(param: str | None = None) -> Iterator[None]:
         raise ApiError(400, str(error), param=error.field if param is None else param) from None
 
 
-def model_not_found(name: str, known: list[str]) -> ApiError:
+def model_not_found(name: str, known: list[str], instead: str = "does not exist; there are") -> ApiError:
+    """instead: what is wrong with the model, and what the known ones are."""
     names = ", ".join(sorted(known)) or "none is ready"
-    return ApiError(
-        404, f"The model {name!r} does not exist; there are: {names}", code="model_not_found", param="model"
-    )
+    return ApiError(404, f"The model {name!r} {instead}: {names}", code="model_not_found", param="model")
 
 
 def from_text(message: str) -> ApiError:
