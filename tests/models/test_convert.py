@@ -17,6 +17,7 @@ from slipstream import LLM
 from slipstream.cli import main
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.nn.checkpoint_path import TEMPLATE_FOLDER
 from slipstream.nn.convert import pickled, pieces, sentencepiece_model, tokenizer
 from slipstream.nn.convert.folder import convert_folder
 from slipstream.nn.convert.tokenizer import CHATGLM2_TOKENS, CHATGLM3_ROLES
@@ -136,6 +137,17 @@ def test_baichuan_is_served_after_it(tmp_path: Path) -> None:
     assert "auto_map" not in json.loads((tmp_path / "made/config.json").read_text())
     weights, config = (tmp_path / "made" / name for name in ("model-00001.safetensors", "config.json"))
     assert weights.stat().st_mode == config.stat().st_mode  # another user may serve them
+
+
+def test_every_chat_template_comes_along(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("llama2-mha", tmp_path / "published")
+    pickle_weights(checkpoint, 1)
+    templates = ("chat_template.jinja", "chat_template.json", f"{TEMPLATE_FOLDER}/tool_use.jinja")
+    (checkpoint.path / TEMPLATE_FOLDER).mkdir()
+    for name in templates:
+        (checkpoint.path / name).write_text(name)
+    convert_folder(checkpoint.path, tmp_path / "made")
+    assert [(tmp_path / "made" / name).read_text() for name in templates] == list(templates)
 
 
 def render(folder: Path) -> str:

@@ -17,6 +17,7 @@ from quantise_tiny import quantise
 from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
+from slipstream.nn.checkpoint_path import TEMPLATE_FOLDER
 from tiny_checkpoints import make_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -230,7 +231,10 @@ def test_models_that_cannot_be_quantised_so(full: Path, text: Path, tmp_path: Pa
 
 def test_a_folder_with_files_is_not_written_into(full: Path, text: Path, tmp_path: Path) -> None:
     """A model's own would be lost, and the index of another checkpoint would hide the new one."""
+    (full / TEMPLATE_FOLDER).mkdir()
+    (full / TEMPLATE_FOLDER / "tool_use.jinja").write_text("tools")
     made = make(full, text, tmp_path / "made", "--method", "wint8")
+    assert (made / TEMPLATE_FOLDER / "tool_use.jinja").read_text() == "tools"
     for output in (full, made, made / "config.json"):
         with pytest.raises(
             ValueError, match=f"output: {re.escape(str(output))} is there already and not an empty folder"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slipstream.core.errors import ConfigError
 
+TEMPLATE_FOLDER = "additional_chat_templates"  # chat templates beside the usual one, as for tools
 _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _TOKENIZER_NAMES = ("*token*", "vocab.*", "*.model", "*.tiktoken")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
