@@ -42,7 +42,7 @@ from slipstream.commands.serve import (
     supervise,
 )
 from slipstream.commands.served_folder import check_model
-from slipstream.core.config_parse import config_from_values
+from slipstream.core.config_parse import with_whole_paths
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
@@ -259,8 +259,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         try:
             check_common_arguments(arguments)
-            settings = settings_of(arguments)
-            config_from_values(settings, is_complete=False)
+            settings = with_whole_paths(settings_of(arguments), Path.cwd())
         except ConfigError as error:
             raise SystemExit(str(error)) from None
         model = arguments.model or default_model()

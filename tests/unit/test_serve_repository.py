@@ -159,3 +159,16 @@ def test_a_wrong_setting_is_told_before_a_server_starts(serve: ModuleType, monke
     monkeypatch.setattr(serve, "supervise", lambda *_: pytest.fail("it has started a server"))
     with pytest.raises(SystemExit, match="max_num_seq='8': unknown parameter; did you mean max_num_seqs"):
         serve.main()
+
+
+def test_paths_in_settings_count_from_the_current_directory(
+    serve: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "head").mkdir()
+    monkeypatch.chdir(tmp_path)
+    written: dict[str, str] = {}
+    monkeypatch.setattr(serve, "supervise", lambda _, repository, __: written.update(parameters(repository, "llm")))
+    given = ["--set", "speculative_method=eagle", "--set", "eagle_head=head"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--model", "code", *given])
+    serve.main()
+    assert written["eagle_head"] == str(tmp_path / "head")

@@ -33,7 +33,7 @@ from pathlib import Path
 from slipstream.commands import served_folder, server_tree
 from slipstream.commands.serve_openai import add_passed_on, passed_on
 from slipstream.core.config import ServingConfig
-from slipstream.core.config_parse import with_whole_paths
+from slipstream.core.config_parse import parse_parameters, with_whole_paths
 from slipstream.core.errors import ConfigError
 
 SOURCE_TREE = Path(__file__).resolve().parents[3]
@@ -121,9 +121,9 @@ def write_repository(folder: Path, model: str, settings: Mapping[str, str]) -> P
     """
     from slipstream.nn.checkpoint_path import resolve_checkpoint
 
-    # a wrong one is said at once, not behind a hundred lines of a server
-    parameters = with_whole_paths({"model": str(resolve_checkpoint(model).resolve()), **settings}, Path.cwd())
+    parameters = {"model": str(resolve_checkpoint(model).resolve()), **with_whole_paths(settings, Path.cwd())}
     (folder / "llm/1").mkdir(parents=True)
+    parse_parameters(parameters, folder / "llm")  # a wrong one is said at once, not behind a hundred lines of a server
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in parameters.items()}  # quotes are escaped
     lines = [f'parameters {{ key: "{key}" value {{ string_value: {text} }} }}' for key, text in texts.items()]
     (folder / "llm/config.pbtxt").write_text("\n".join(['name: "llm"', 'backend: "slipstream"', *lines]) + "\n")

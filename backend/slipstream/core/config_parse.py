@@ -85,31 +85,40 @@ def parse_parameters(
     config = config_from_values(parameters, is_complete=False)
     if not 0 <= max_batch_size <= 1:
         raise ConfigError("max_batch_size", max_batch_size, "accepted: 0, or 1 for clients that send a batch dimension")
-    model = config.model.model or _version_folder(model_dir, version)
-    resolved = replace(
+    model = replace(config.model, model=config.model.model or _version_folder(model_dir, version))
+    config = _with_whole_paths(replace(config, model=model), model_dir, version)
+    config = replace(config, serving=replace(config.serving, max_batch_size=max_batch_size))
+    check_combinations(config)
+    return config
+
+
+def _with_whole_paths(config: EngineConfig, model_dir: Path, version: int = 1) -> EngineConfig:
+    """The configuration with what is relative in it resolved. Raises ConfigError for what is not there."""
+    model = replace(
         config.model,
-        model=_resolve("model", model, model_dir),
+        model=_resolve("model", config.model.model, model_dir),
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
         lora_modules=_adapters(config.model, model_dir, version),
         lora_root=_resolve("lora_root", config.model.lora_root, model_dir),
         logits_processor_folders=(str(model_dir / str(version)), str(model_dir)),
     )
     reload_root = _resolve("reload_root", config.serving.reload_root, model_dir)
-    serving = replace(config.serving, max_batch_size=max_batch_size, reload_root=reload_root)
-    speculation = _with_drafters(config.speculation, model_dir)
     secret = _resolve("rank_secret_file", config.parallel.rank_secret_file, model_dir)
-    parallel = replace(config.parallel, rank_secret_file=secret)
-    config = replace(config, model=resolved, parallel=parallel, speculation=speculation, serving=serving)
-    check_combinations(config)
-    return config
+    return replace(
+        config,
+        model=model,
+        parallel=replace(config.parallel, rank_secret_file=secret),
+        speculation=_with_drafters(config.speculation, model_dir),
+        serving=replace(config.serving, reload_root=reload_root),
+    )
 
 
 def with_whole_paths(parameters: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The parameters of a model that is to be written elsewhere: what is relative counts from `folder`.
+    """Some parameters of a model that is written elsewhere: what is relative in them counts from `folder`.
 
-    Raises ConfigError as parse_parameters.
+    Raises ConfigError for a wrong one, but not for combinations.
     """
-    config = parse_parameters(parameters, folder)
+    config = _with_whole_paths(config_from_values(parameters, is_complete=False), folder)
     paths = {name: value_at(config, _BY_NAME[name].path) for name in parameters if name in _BY_NAME and _is_path(name)}
     return {name: paths.get(name) or value for name, value in parameters.items()}
 
