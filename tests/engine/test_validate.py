@@ -33,6 +33,11 @@ def model_folder(folder: Path, model: Path, more: str = "", **parameters: object
     return folder
 
 
+def test_several_engines_are_told_in_words(model: Path, tmp_path: Path) -> None:
+    report = validate(model_folder(tmp_path / "llm", model, "instance_group { count: 2 }"))
+    assert "instance_group: 2 engines, each of which has this" in report and "Replica" not in report
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

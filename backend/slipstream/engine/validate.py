@@ -19,6 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.pbtxt_parameters import check_given_once
+from slipstream.core.replicas import Replica
 from slipstream.engine.declared_model import check_dims, check_placement, check_scheduling, served_version
 from slipstream.protocol.contract import TASKS
 from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
@@ -130,7 +131,7 @@ def _values(section: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             for options in value.values():
                 yield from _values(options)
-        elif field.compare:
+        elif field.compare and not isinstance(value, Replica):  # of instance_group, which has a line of its own
             yield field.name, value
 
 
