@@ -101,6 +101,10 @@ def test_by_the_model_of_openai_s_api(
             client.post("/load_lora_adapter", body={"lora_name": "later", "lora_path": "second"}, cast_to=object)
         with pytest.raises(openai.BadRequestError, match="lora_root"):
             admin.post("/load_lora_adapter", body={"lora_name": "later", "lora_path": "/etc"}, cast_to=object)
+        with pytest.raises(
+            openai.BadRequestError, match=f"lora_name: {tuned!r} is the name of a model, .*: another name"
+        ):
+            admin.post("/load_lora_adapter", body={"lora_name": tuned, "lora_path": "second"}, cast_to=object)
         told = admin.post("/load_lora_adapter", body={"lora_name": "later", "lora_path": "second"}, cast_to=object)
         assert told == {"adapters": ["first", "later"]}
         assert text("later") not in (first, greedy(PROMPT, 16))

@@ -36,6 +36,8 @@ def add_lora(app: FastAPI, admin_digest: bytes, responses: dict[int | str, dict[
         check_admin(request, admin_digest)
         gateway: Gateway = request.app.state.gateway
         model = await _named(gateway, asked.model)
+        if command == LOAD_LORA:
+            await _check_name(gateway, asked.lora_name, model)
         settings = {"lora_name": asked.lora_name, "lora_path": asked.lora_path}
         told = await tell(gateway.link, model.triton_name, command, **settings)
         gateway.catalog.forget()
@@ -48,6 +50,16 @@ def add_lora(app: FastAPI, admin_digest: bytes, responses: dict[int | str, dict[
     @app.post("/v1/unload_lora_adapter", responses=responses)
     async def unload(request: Request, asked: LoraRequest) -> Response:
         return await change(request, asked, UNLOAD_LORA)
+
+
+async def _check_name(gateway: Gateway, name: str, model: Model) -> None:
+    """Raises ApiError for an adapter that nobody could ask for, as another model has its name."""
+    for known in await gateway.catalog.all():
+        if known.name == name and (not known.adapter or known.triton_name != model.triton_name):
+            told = (
+                f"lora_name: {name!r} is the name of a model, which requests for it would get; accepted: another name"
+            )
+            raise ApiError(400, told, param="lora_name")
 
 
 async def _named(gateway: Gateway, name: str) -> Model:
