@@ -52,7 +52,7 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
     ("path", "change", "param", "words"),
     [
         (CHAT, {"model": 7}, "model", "valid string"),
-        (CHAT, {"model": None}, "model", "valid string"),
+        (CHAT, {"model": "m" * 513}, "model", "at most 512"),
         (CHAT, {"messages": "hi"}, "messages", "valid list"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role", "is missing"),
@@ -212,7 +212,7 @@ CHUNKED_BODY = b"2\r\n{}\r\n0\r\n\r\n"
 @pytest.mark.parametrize(
     ("lines", "status"),
     [
-        (b"transfer-encoding: chunked", 400),  # taken: the body lacks the model
+        (b"transfer-encoding: chunked", 400),  # taken: the body lacks the prompt
         (b"transfer-encoding: Chunked ", 400),
         (b"transfer-encoding: gzip, chunked", 501),
         (b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", 501),
@@ -234,7 +234,7 @@ def test_transfer_codings_but_chunked_are_refused(gateway: GatewayProcess, lines
         with connection.makefile("rb") as reader:
             answer = reader.read()
     assert int(answer.split()[1]) == status, answer
-    assert (b'"param":"model"' in answer) == is_taken, answer
+    assert (b'"param":"prompt"' in answer) == is_taken, answer
     if status == 501:
         assert b"accepted: chunked" in answer
 

@@ -26,6 +26,7 @@ import slipstream
 from slipstream.server.chat import chat
 from slipstream.server.chat_page import PREFIX, answer, read_page
 from slipstream.server.completions import complete
+from slipstream.server.default_model import only_model
 from slipstream.server.embeddings import cards, embed
 from slipstream.server.errors import ApiError, error_body, model_not_found
 from slipstream.server.gateway import Gateway
@@ -162,30 +163,30 @@ def _add_generation(app: FastAPI) -> None:
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         with naming_fields_as_asked(body):
             return await complete(request.app.state.gateway, body, request)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         return await embed(request.app.state.gateway, body, request)
 
     @app.post("/v1/score", responses=_ERRORS)
     async def scores(body: ScoreRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         return JSONResponse(await score(request.app.state.gateway, body, request))
 
     @app.post("/v1/rerank", responses=_ERRORS)
     async def ranks(body: RerankRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         return JSONResponse(await rerank(request.app.state.gateway, body, request))
 
 
 def _add_other_apis(app: FastAPI) -> None:
     @app.post("/v1/responses", responses=_STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         with naming_fields_as_asked(body):
             return await respond(request.app.state.gateway, body, request)
 
@@ -199,13 +200,13 @@ def _add_other_apis(app: FastAPI) -> None:
 
     @app.post("/v1/messages", responses={**_STREAMED, **_MESSAGES_ERRORS})
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         with naming_fields_as_asked(body):
             return await send(request.app.state.gateway, body, request)
 
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS)
     async def message_tokens(body: CountTokensRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         return await count_tokens(request.app.state.gateway, body, request)
 
 
@@ -217,14 +218,15 @@ def _add_tokens(app: FastAPI) -> None:
 
     @app.post("/detokenize", responses=_ERRORS)
     async def text(body: DetokenizeRequest, request: Request) -> Response:
-        _note(body, request)
+        await _note(body, request)
         return await detokenize(request.app.state.gateway, body, request.state.lease.owner)
 
 
-def _note(body: NamedRequest, request: Request) -> list[str]:
-    """Name the request for log and engine, and say what of it is ignored: these. Raises ApiError for a field not
-    served."""
+async def _note(body: NamedRequest, request: Request) -> list[str]:
+    """Name the request for log and engine, and its model if it names none, and say what of it is ignored: these. Raises
+    ApiError for a field not served."""
     record = request.state.record
+    body.model = body.model or await only_model(request.app.state.gateway, body)
     record.adopt_id(body.request_id or "")
     body.request_id, record.model = record.request_id, body.model
     fields = unknown_fields(body, request.app.state.gateway.options.is_strict)
@@ -235,7 +237,7 @@ def _note(body: NamedRequest, request: Request) -> list[str]:
 
 async def _note_messages(body: ChatRequest | TokenizeRequest, request: Request) -> None:
     """As _note, and of the messages, too: the model's template says which of their keys have a use."""
-    fields, gateway = _note(body, request), request.app.state.gateway
+    fields, gateway = await _note(body, request), request.app.state.gateway
     if body.tools or any(message.model_extra for message in body.messages or ()):
         template = (await gateway.catalog.find(body.model)).template
         words = template.words if template is not None else frozenset()

@@ -44,9 +44,10 @@ class Strict(BaseModel):
 
 
 class NamedRequest(Strict):
-    """What every request has. request_id: the client's name for it, in place of the gateway's (vLLM's field)."""
+    """What every request has. model: may be left out, as with vLLM, where one model can answer. request_id: the
+    client's name for it, in place of the gateway's (vLLM's field)."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: Annotated[str, Field(max_length=512), BeforeValidator(lambda value: "" if value is None else value)] = ""
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID_BYTES)] | None = None
 
 
