@@ -82,6 +82,13 @@ def test_no_mark_is_left_out_of_those_in_a_row() -> None:
             assert len(as_read("a" + char * 1000)) < 100, hex(number)
 
 
+def test_no_text_becomes_much_longer() -> None:
+    """8,000 times U+FDFA, 18 characters in NFKC, took an encoder 50 s, and so `guarded` more than a check may take."""
+    for number in {*range(sys.maxunicode + 1)} - {*range(0xD800, 0xE000)}:
+        assert len(as_read(chr(number))) <= 3, hex(number)
+    assert as_read("\ufdfa (\u24d0) \ufdfa") == "\ufdfa (a) \ufdfa", "what stands beside it is read all the same"
+
+
 def test_accents_of_a_letter_stay() -> None:
     text = "Vie\u0323\u0302t Nam " + "a" + "\u0316\u0300" * 15 + "!"
     assert as_read(text) == unicodedata.normalize("NFKC", text)
