@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import read_int, shown
-from slipstream.encoders.serving import read_texts
+from slipstream.encoders.serving import CharBound, read_texts
 from slipstream.encoders.text_tensors import strings
 
 _FORWARDED = ("sampling_parameters", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_words")
@@ -36,13 +36,9 @@ class GuardedRequest:
 
 def read_request(request: Any, max_prompt_chars: int) -> GuardedRequest:
     """Raises RequestError."""
-    prompts = read_texts(request, "text_input")
+    prompts = read_texts(request, "text_input", CharBound(max_prompt_chars, "max_prompt_chars"))
     if len(prompts) != 1 or not prompts[0]:
         raise RequestError("text_input", "accepted: one text that is not empty")
-    prompt = prompts[0]
-    if len(prompt) > max_prompt_chars:
-        told = f"has {len(prompt)} characters; accepted: at most {max_prompt_chars} (max_prompt_chars)"
-        raise RequestError("text_input", told)
     inputs = {"text_input": strings([prompts])[0], "stream": np.array([True])}
     inputs.update({name: np.array([True]) for name in _ASKED_FOR})
     for name in _FORWARDED:
@@ -53,7 +49,7 @@ def read_request(request: Any, max_prompt_chars: int) -> GuardedRequest:
     _refuse_several(parameters, inputs.get("sampling_parameters"))
     stream = pb_utils.get_input_tensor_by_name(request, "stream")
     is_streaming = stream is not None and bool(stream.as_numpy().reshape(-1)[0])
-    return GuardedRequest(prompt, is_streaming, inputs, parameters, request.timeout())
+    return GuardedRequest(prompts[0], is_streaming, inputs, parameters, request.timeout())
 
 
 def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) -> None:

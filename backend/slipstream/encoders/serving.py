@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from slipstream.core.errors import RequestError, internal_error
+from slipstream.encoders.check_calls import MAX_CHECK_CHARS
 from slipstream.encoders.checkpoint import SENTENCE
 from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
@@ -23,22 +25,43 @@ from slipstream.encoders.safety import SafetyJudge, Verdict, open_safety
 from slipstream.encoders.text_tensors import strings
 
 _log = logging.getLogger(__name__)
-MAX_ENCODED_CHARS = 1_000_000  # of the texts of a request, and of those that are judged at once: 0.4 GB of tokens
+MAX_ENCODED_CHARS = 1_000_000  # the highest `max_chars`, and those that are judged at once: 0.4 GB of tokens
+MAX_JUDGED_CHARS = 32_000  # the default of `safety`: 2.4 s of two cores for English, 8.6 s for Chinese
 
 Item = TypeVar("Item", str, tuple[str, str])
 Result = TypeVar("Result")
 Tensors = Mapping[str, np.ndarray]
 
 
-def read_texts(request: Any, name: str, are_cut: bool = False) -> list[str]:
-    """The texts of a BYTES input, one per row.  are_cut: only their beginnings are read.  Raises RequestError."""
+@dataclass(frozen=True)
+class CharBound:
+    """How long the texts of an input may be, in all or each.  parameter: of config.pbtxt, which says so."""
+
+    max_chars: int
+    parameter: str = "max_chars"
+    is_of_each: bool = False
+
+    @classmethod
+    def read(cls, parameters: Parameters, default: int, lowest: int = 1, is_of_each: bool = False) -> CharBound:
+        """Raises ConfigError."""
+        max_chars = parameters.integer(cls.parameter, default, lowest, MAX_ENCODED_CHARS)
+        return cls(max_chars, is_of_each=is_of_each)
+
+    def check(self, name: str, texts: Sequence[str]) -> None:
+        """Raises RequestError for the input of this name."""
+        num_chars = max(map(len, texts), default=0) if self.is_of_each else sum(map(len, texts))
+        if num_chars > self.max_chars:
+            told = f"has {num_chars} characters; accepted: at most {self.max_chars} ({self.parameter})"
+            raise RequestError(name, told)
+
+
+def read_texts(request: Any, name: str, bound: CharBound) -> list[str]:
+    """The texts of a BYTES input, one per row.  Raises RequestError."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         raise RequestError(name, "is missing")
     texts = [_decode(name, value) for value in tensor.as_numpy().reshape(-1)]
-    num_chars = max(map(len, texts), default=0) if are_cut else sum(map(len, texts))
-    if num_chars > MAX_ENCODED_CHARS:
-        raise RequestError(name, f"has {num_chars} characters; accepted: at most {MAX_ENCODED_CHARS}")
+    bound.check(name, texts)
     return texts
 
 
@@ -110,10 +133,11 @@ class SafetyModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         parameters, folder = opened(args)
         self._withheld = parameters.text("withheld_text", "[withheld]")
+        self._bound = CharBound.read(parameters, MAX_JUDGED_CHARS, lowest=MAX_CHECK_CHARS)  # `guarded` sends as many
         self._judge: SafetyJudge = open_safety(parameters, folder)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answer(requests, lambda request: read_texts(request, "text"), self._judged, self._write)
+        return answer(requests, lambda request: read_texts(request, "text", self._bound), self._judged, self._write)
 
     def _judged(self, texts: list[str]) -> list[tuple[str, Verdict]]:
         return list(zip(texts, self._judge.judge(texts)))
@@ -135,17 +159,18 @@ class QualityModel:
     """prompt (optional), answer [n, 1] -> score [n, 1], checks [n, 1] (JSON)."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        self._judge: QualityJudge = open_quality(*opened(args))
+        parameters, folder = opened(args)
+        self._bound = CharBound.read(parameters, MAX_ENCODED_CHARS)  # of which the encoder reads the beginnings
+        self._judge: QualityJudge = open_quality(parameters, folder)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer(requests, self._read, self._judge.judge, self._write)
 
-    @staticmethod
-    def _read(request: Any) -> list[tuple[str, str]]:
-        answers = read_texts(request, "answer")
+    def _read(self, request: Any) -> list[tuple[str, str]]:
+        answers = read_texts(request, "answer", self._bound)
         if pb_utils.get_input_tensor_by_name(request, "prompt") is None:
             return [("", answer) for answer in answers]
-        prompts = read_texts(request, "prompt")
+        prompts = read_texts(request, "prompt", self._bound)
         if len(prompts) != len(answers):
             raise RequestError("answer", f"has {len(answers)} rows, prompt has {len(prompts)}; accepted: as many")
         return list(zip(prompts, answers))
@@ -163,10 +188,11 @@ class EmbeddingModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         parameters, folder = opened(args)
+        self._bound = CharBound.read(parameters, MAX_ENCODED_CHARS, is_of_each=True)  # their beginnings are read
         self._encoder: Encoder = open_encoder(parameters, folder, (SENTENCE,))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answer(requests, lambda request: read_texts(request, "text", True), self._embed, self._write)
+        return answer(requests, lambda request: read_texts(request, "text", self._bound), self._embed, self._write)
 
     def _embed(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
         vectors, counts = self._encoder.embed(texts)
