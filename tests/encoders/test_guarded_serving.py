@@ -54,8 +54,16 @@ def test_several_beams_are_several_sequences(serving: Any, width: object) -> Non
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"n": ' * 100_000, "{", "\x00"])
 def test_what_is_no_json_or_nested_too_deeply_is_refused_by_name(serving: Any, text: str) -> None:
-    with pytest.raises(RequestError, match="sampling_parameters: is no JSON"):
+    with pytest.raises(RequestError, match=r"sampling_parameters: got .*, which is not JSON"):
         serving.read_request(request_of(sampling=text), 100)
+
+
+def test_json_is_bounded_before_it_is_parsed(serving: Any) -> None:
+    """The LLM refuses it as well, but `guarded` would have parsed it before, on the thread that takes all requests."""
+    text = json.dumps({"stop": "x" * (1 << 21)})
+    for name, given in (("sampling_parameters", {"sampling": text}), ("request parameters", {"parameters": text})):
+        with pytest.raises(RequestError, match=f"{name}: got {len(text)} characters, accepted: at most {1 << 21}"):
+            serving.read_request(request_of(**given), 100)
 
 
 def test_a_refused_request_is_answered_and_harms_no_other(guard: Open) -> None:

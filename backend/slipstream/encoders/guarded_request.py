@@ -5,7 +5,6 @@ Runs in Triton's thread; the memory of a request's tensors is invalid after the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from slipstream.core.errors import RequestError
-from slipstream.core.setting_values import read_int, shown
-from slipstream.encoders.serving import CharBound, read_texts
+from slipstream.core.setting_values import parse_json, read_int, shown
+from slipstream.encoders.serving import CharBound, decode, read_texts
 from slipstream.encoders.text_tensors import strings
 
 _FORWARDED = ("sampling_parameters", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_words")
@@ -45,7 +44,7 @@ def read_request(request: Any, max_prompt_chars: int) -> GuardedRequest:
         tensor = pb_utils.get_input_tensor_by_name(request, name)
         if tensor is not None:
             inputs[name] = tensor.as_numpy().copy()
-    parameters = json.loads(request.parameters() or "{}")
+    parameters = parse_json("request parameters", request.parameters() or "{}", "a JSON object")
     _refuse_several(parameters, inputs.get("sampling_parameters"))
     stream = pb_utils.get_input_tensor_by_name(request, "stream")
     is_streaming = stream is not None and bool(stream.as_numpy().reshape(-1)[0])
@@ -57,10 +56,7 @@ def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) 
     text = parameters.get("sampling_parameters") if sampling is None else sampling.reshape(-1)[0]
     given: Any = text
     if isinstance(text, (str, bytes)):  # the LLM takes the settings as a tensor or as a request parameter
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RequestError("sampling_parameters", f"is no JSON ({error}); accepted: a JSON object") from None
+        given = parse_json("sampling_parameters", decode("sampling_parameters", text), "a JSON object")
     for settings in (parameters, given if isinstance(given, dict) else {}):
         for name in _SEQUENCE_COUNTS:
             value = settings.get(name)

@@ -60,12 +60,12 @@ def read_texts(request: Any, name: str, bound: CharBound) -> list[str]:
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         raise RequestError(name, "is missing")
-    texts = [_decode(name, value) for value in tensor.as_numpy().reshape(-1)]
+    texts = [decode(name, value) for value in tensor.as_numpy().reshape(-1)]
     bound.check(name, texts)
     return texts
 
 
-def _decode(name: str, value: Any) -> str:
+def decode(name: str, value: Any) -> str:
     try:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
