@@ -1,7 +1,6 @@
 #include "engine.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace slipstream {
 namespace {
@@ -12,12 +11,6 @@ constexpr int kExitGraceMs = 5000;  // between closing its socket and ending, to
 constexpr int kExitStepMs = 100;
 constexpr int kHousekeepingMs = 500;
 constexpr auto kLongestSilence = std::chrono::seconds(60);  // a working engine sends metrics four times a second
-
-std::string in_seconds(std::chrono::milliseconds time) {
-  char text[32];
-  snprintf(text, sizeof text, "%g", static_cast<double>(time.count()) / 1e3);
-  return text;
-}
 
 }  // namespace
 
@@ -39,7 +32,7 @@ Engine::Engine(EngineSetup setup, Services& services)
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.labels(), reports_)),
       live_(services.pacer, [exit = exit_] { return exit->has_begun(); }, setup_.most_requests),
       held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
-  warn_of_short_exit();
+  if (setup_.replica == 0) exit_->warn_if_short(setup_.model_name, setup_.drain_timeout);
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
   start_threads();
   services_.engines.add(this);
@@ -258,14 +251,6 @@ void Engine::give_up(EngineProcess& process, bool is_connected) {
 // A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
 void Engine::throw_if_exiting() {
   if (exit_->has_begun()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down");
-}
-
-void Engine::warn_of_short_exit() {
-  if (setup_.replica > 0 || setup_.drain_timeout <= exit_->longest_drain()) return;
-  log_warning(
-      "model '" + setup_.model_name + "': the server's --exit-timeout-secs is " + std::to_string(exit_->timeout().count()) +
-      ", so that requests have " + in_seconds(exit_->longest_drain()) + " s when it exits, not the " +
-      in_seconds(setup_.drain_timeout) + " s of drain_timeout_s; set it at least 10 s above drain_timeout_s");
 }
 
 // Under the lock.

@@ -108,7 +108,6 @@ class Engine {
   bool is_given_up();
   void give_up(EngineProcess& process, bool is_connected);
   void throw_if_exiting();
-  void warn_of_short_exit();
   void begin_drain();
   void answer_overdue();
   void report_silence();

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -27,6 +28,12 @@ bool is_tritonserver() {
   const ssize_t length = readlink("/proc/self/exe", path, sizeof path);
   const std::string file(path, static_cast<size_t>(std::max<ssize_t>(length, 0)));
   return file.substr(file.rfind('/') + 1) == "tritonserver";
+}
+
+std::string in_seconds(std::chrono::milliseconds time) {
+  char text[32];
+  snprintf(text, sizeof text, "%g", static_cast<double>(time.count()) / 1e3);
+  return text;
 }
 
 // The base address of the library that contains this address.
@@ -115,6 +122,14 @@ bool ServerExit::has_begun() {
 std::chrono::milliseconds ServerExit::longest_drain() const {
   const std::chrono::milliseconds timeout(timeout_);
   return timeout - std::min(kReserve, timeout / 2);
+}
+
+void ServerExit::warn_if_short(const std::string& model_name, std::chrono::milliseconds drain_timeout) const {
+  if (drain_timeout <= longest_drain()) return;
+  log_warning(
+      "model '" + model_name + "': the server's --exit-timeout-secs is " + std::to_string(timeout_.count()) +
+      ", so that requests have " + in_seconds(longest_drain()) + " s when it exits, not the " +
+      in_seconds(drain_timeout) + " s of drain_timeout_s; set it at least 10 s above drain_timeout_s");
 }
 
 std::chrono::seconds ServerExit::read_timeout() {

@@ -30,6 +30,8 @@ class ServerExit {
   // What running requests can have from the moment that the server exits: its own limit, less what it takes to answer
   // them, to kill an engine that hangs and to unload the model.
   std::chrono::milliseconds longest_drain() const;
+  // Log when that is less than a model's drain_timeout_s.
+  void warn_if_short(const std::string& model_name, std::chrono::milliseconds drain_timeout) const;
 
   // --exit-timeout-secs of this process.  The C API does not tell it; the command line does, except in a process that
   // has the server as a library, which then counts as having the default.
