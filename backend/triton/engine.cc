@@ -93,19 +93,25 @@ std::string Engine::why_down() {
   return name_ + " " + end_for_clients_ + what_now;
 }
 
-bool Engine::submit(uint64_t handle, const OpenRequest& request, std::string_view frame) {
-  std::shared_ptr<EngineLink> link;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);  // with engine_ended(): no request slips in behind its fail_all()
-    if (link_ == nullptr) return false;
-    link = link_;
-    live_.add(handle, request);
-    was_asked_ = true;
+std::shared_ptr<EngineLink> Engine::take(uint64_t handle, const OpenRequest& request) {
+  std::lock_guard<std::mutex> lock(mutex_);  // with engine_ended(): no request slips in behind its fail_all()
+  if (link_ == nullptr) return nullptr;
+  if (link_->is_behind()) {
+    throw BackendError(
+        TRITONSERVER_ERROR_UNAVAILABLE,
+        name_ + " does not keep up with its requests: more than " + std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
   }
-  if (link->offer(frame) || !live_.take_back(handle)) return true;
-  throw BackendError(
-      TRITONSERVER_ERROR_UNAVAILABLE,
-      name_ + " does not keep up with its requests: more than " + std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
+  live_.add(handle, request);
+  was_asked_ = true;
+  return link_;
+}
+
+void Engine::pass_on(EngineLink& link, uint64_t handle, std::string_view frame) {
+  try {
+    link.send(frame);
+  } catch (const std::exception&) {
+    if (live_.take_back(handle)) throw;  // else it was answered meanwhile: its engine has ended
+  }
 }
 
 void Engine::refuse(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& reason) {

@@ -72,9 +72,12 @@ class Engine {
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 
-  // Hand a request over: its frame goes to the engine, the rest to the live requests.  False, and nothing is taken,
-  // while the engine is down.  Throws BackendError, and nothing is taken, while the engine has too much unread.
-  bool submit(uint64_t handle, const OpenRequest& request, std::string_view frame);
+  // Hand a request over, in two halves.  First it is among the live requests: returns the connection that its frame is
+  // for; null, and nothing is taken, while the engine is down.  Throws BackendError, and nothing is taken, while the
+  // engine has too many requests or too much unread.
+  std::shared_ptr<EngineLink> take(uint64_t handle, const OpenRequest& request);
+  // Then its frame goes to the engine.  Throws, and the request is given back, only without memory.
+  void pass_on(EngineLink& link, uint64_t handle, std::string_view frame);
 
   // Answer a request that was not taken, and close it.
   void refuse(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& reason);

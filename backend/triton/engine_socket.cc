@@ -144,24 +144,19 @@ void EngineLink::shut_down() {
 }
 
 void EngineLink::send(std::string_view frame) {
-  take(frame, SIZE_MAX);
-}
-
-bool EngineLink::offer(std::string_view frame) {
-  return take(frame, kMaxUnreadBytes);
-}
-
-bool EngineLink::take(std::string_view frame, size_t most_kept) {
   std::lock_guard<std::mutex> lock(send_mutex_);
-  if (is_gone_) return true;
+  if (is_gone_) return;
   const size_t num_kept = kept_.size() - kept_begin_;
-  if (num_kept >= most_kept) return false;
   if (num_kept == 0) frame.remove_prefix(push(frame));
-  if (frame.empty() || is_gone_) return true;
+  if (frame.empty() || is_gone_) return;
   kept_.append(frame);
   const uint64_t one = 1;
   if (num_kept == 0 && write(wake_fd_, &one, sizeof one) < 0) shut_down();  // cannot be: the counter is read each time
-  return true;
+}
+
+bool EngineLink::is_behind() {
+  std::lock_guard<std::mutex> lock(send_mutex_);
+  return !is_gone_ && kept_.size() - kept_begin_ >= kMaxUnreadBytes;
 }
 
 // Under the lock.  Returns how many bytes the kernel took; an engine that is gone takes none.

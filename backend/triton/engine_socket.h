@@ -49,12 +49,12 @@ class EngineLink {
   ~EngineLink();
   EngineLink(const EngineLink&) = delete;
 
-  // Neither call waits: what the engine does not read at once is kept, and sent by receive().  An engine that does not read
-  // may be busy, stopped or hung; that it is dead is for its process to say.  When it is gone nothing is sent, and the
-  // reader sees the end of the stream.
+  // Never waits: what the engine does not read at once is kept, and sent by receive().  An engine that does not read may
+  // be busy, stopped or hung; that it is dead is for its process to say.  When it is gone nothing is sent, and the reader
+  // sees the end of the stream.
   void send(std::string_view frame);
-  // For requests: false, and nothing is taken, while kMaxUnreadBytes or more are kept.
-  bool offer(std::string_view frame);
+  // Whether kMaxUnreadBytes or more are kept: it is to get no further request then.
+  bool is_behind();
 
   // Wait up to timeout_ms for bytes and hand every complete frame to on_frame (its payload is valid during the call).
   // False at the end of the stream.  Throws ProtocolError; so may on_frame.
@@ -63,7 +63,6 @@ class EngineLink {
   static constexpr size_t kMaxUnreadBytes = 64 << 20;
 
  private:
-  bool take(std::string_view frame, size_t most_kept);
   size_t push(std::string_view bytes);
   void flush();
   bool has_kept();

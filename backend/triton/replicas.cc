@@ -56,8 +56,9 @@ void Replicas::submit(FrameWriter& writer, OpenRequest& open) {
   open.feeds_step = feeds_step(open.request);
   open.passed_ns = monotonic_ns();
   if (engines_.size() == 1) {
-    if (!engines_.front()->submit(handle, open, frame)) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
-    return;
+    const auto link = engines_.front()->take(handle, open);
+    if (link == nullptr) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
+    return engines_.front()->pass_on(*link, handle, frame);
   }
   const RoutedRequest routed = read_routing(open.request);
   if (routed.is_control) return submit_to_all(writer, open, routed.empties_caches);
@@ -69,13 +70,16 @@ void Replicas::submit_to_best(
     std::string_view frame, uint64_t handle, const OpenRequest& open, const RoutedRequest& routed) {
   std::optional<BackendError> refusal;
   for (const size_t i : rank(routed)) {
-    router_.was_sent(i, routed.prompt, capacity_of(i));  // before it is: afterwards nothing may fail
+    std::shared_ptr<EngineLink> link;
     try {
-      if (engines_[i]->submit(handle, open, frame)) return;
+      link = engines_[i]->take(handle, open);
     } catch (const BackendError& error) {  // it does not keep up: another one may
       if (!refusal) refusal.emplace(error);
       if (routed.is_stop) break;  // no other has the request that it ends
     }
+    if (link == nullptr) continue;
+    router_.was_sent(i, routed.prompt, capacity_of(i));
+    return engines_[i]->pass_on(*link, handle, frame);
   }
   if (refusal) throw BackendError(*refusal);
   throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
@@ -117,7 +121,9 @@ void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, bool emptie
       refuse(open, open.broadcast->error()->code, open.broadcast->error()->what());
     };
     try {
-      if (!engines_[up[i]]->submit(handles[i], open, writer.with_handle(handles[i]))) {
+      if (const auto link = engines_[up[i]]->take(handles[i], open)) {
+        engines_[up[i]]->pass_on(*link, handles[i], writer.with_handle(handles[i]));
+      } else {
         refused(TRITONSERVER_ERROR_UNAVAILABLE, engines_[up[i]]->why_down());
       }
     } catch (const BackendError& error) {
@@ -129,7 +135,7 @@ void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, bool emptie
 }
 
 // Without a report of the engine, as many as are ever kept.
-size_t Replicas::capacity_of(size_t replica) const {
+size_t Replicas::capacity_of(size_t replica) const noexcept {
   const size_t num_tokens = engines_[replica]->num_cached_tokens();
   return num_tokens > 0 ? std::max<size_t>(1, num_tokens / kBlockTokens) : kMostKnownBlocks;
 }

@@ -40,7 +40,7 @@ class Replicas {
   std::vector<size_t> rank(const RoutedRequest& routed);
   void submit_to_best(std::string_view frame, uint64_t handle, const OpenRequest& open, const RoutedRequest& routed);
   void submit_to_all(FrameWriter& writer, OpenRequest& open, bool empties_caches);
-  size_t capacity_of(size_t replica) const;
+  size_t capacity_of(size_t replica) const noexcept;
 
   Router router_;
   std::vector<std::unique_ptr<Engine>> engines_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <tuple>
 
 namespace slipstream {
@@ -116,10 +117,14 @@ std::vector<size_t> Router::rank(const PromptBlocks& prompt, const std::vector<R
   return order;
 }
 
-void Router::was_sent(size_t replica, const PromptBlocks& prompt, size_t capacity) {
+void Router::was_sent(size_t replica, const PromptBlocks& prompt, size_t capacity) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  replicas_[replica].known.add(prompt, capacity);
   replicas_[replica].last_sent = ++num_sent_;
+  try {
+    replicas_[replica].known.add(prompt, capacity);
+  } catch (const std::bad_alloc&) {  // in the middle of a block, perhaps
+    replicas_[replica].known.clear();
+  }
 }
 
 void Router::forget(size_t replica) {

@@ -66,7 +66,8 @@ class Router {
   // known blocks, then by requests, then the one that was chosen longest ago.
   std::vector<size_t> rank(const PromptBlocks& prompt, const std::vector<ReplicaLoad>& loads);
 
-  void was_sent(size_t replica, const PromptBlocks& prompt, size_t capacity);
+  // A replica has taken it, after which nothing may fail: one that there is no memory for is known to have nothing.
+  void was_sent(size_t replica, const PromptBlocks& prompt, size_t capacity) noexcept;
   // Its cache is empty: it was started again, slept, or has other weights.
   void forget(size_t replica);
 

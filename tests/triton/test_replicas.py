@@ -138,24 +138,46 @@ def test_a_stop_goes_to_the_newest_request_of_its_id(healthy: TritonServer) -> N
     assert not stream.errors
 
 
-def test_a_stop_that_its_replica_has_no_room_for_is_refused(fake_backend_dir: Path, tmp_path: Path) -> None:
-    """Another replica took it, and answered that what it never had was stopped."""
+@contextmanager
+def crowded(fake_backend_dir: Path, folder: Path) -> Iterator[tuple[TritonServer, GrpcStream, int]]:
+    """Two replicas, of which one has all the requests that it may have and knows LONG; the stream that they are of."""
     group = "instance_group { count: 2 kind: KIND_CPU }\n"
     parameters = {"max_num_seqs": "1", "max_queue_size": "0", "replica_load_slack": "1000000", "drain_timeout_s": "1"}
-    add_model(tmp_path, "crowded", parameters, group)
-    with TritonServer(tmp_path, fake_backend_dir, control_mode="explicit", load_models=["crowded"]) as server:
-        most = 1 + 1024
-        with GrpcStream(server.grpc_url) as stream:
-            for number in range(most):
-                script = {"tokens": 1, "word": "replica", "then": "hang", "prompt": LONG}
-                stream.send("crowded", script, request_id=f"request {number}")
-            stream.wait(num_texts=most)
-            assert len(set(stream.texts)) == 1 and not stream.errors
-            body = {"id": "request 7", "text_input": "", "parameters": {"stop": True}}
-            status, reply = server.post("/v2/models/crowded/generate", body)
-            assert status == 400 and f"{most} requests of the model are not answered yet" in str(reply), reply
-            assert server.post("/v2/models/crowded/generate", {"text_input": "x"})[0] == 200, "another has room"
-            stream.cancel()
+    add_model(folder, "llm", parameters, group)
+    most = 1 + 1024
+    with (
+        TritonServer(folder, fake_backend_dir, control_mode="explicit", load_models=["llm"]) as server,
+        GrpcStream(server.grpc_url) as stream,
+    ):
+        for number in range(most):
+            script = {**TELL, "prompt": LONG, "then": "hang"}  # LONG begins as in `told`
+            stream.send("llm", script, request_id=f"request {number}")
+        stream.wait(num_texts=most)
+        assert len(set(stream.texts)) == 1 and not stream.errors
+        yield server, stream, most
+        stream.cancel()
+
+
+def test_a_stop_that_its_replica_has_no_room_for_is_refused(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """Another replica took it, and answered that what it never had was stopped."""
+    with crowded(fake_backend_dir, tmp_path) as (server, _, most):
+        body = {"id": "request 7", "text_input": "", "parameters": {"stop": True}}
+        status, reply = server.post("/v2/models/llm/generate", body)
+        assert status == 400 and f"{most} requests of the model are not answered yet" in str(reply), reply
+        assert server.post("/v2/models/llm/generate", {"text_input": "x"})[0] == 200, "another has room"
+
+
+def test_a_prompt_is_known_to_the_replica_that_took_it(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """It counted as sent to the one that refused it, too, which was then the better one for the next turn."""
+    with crowded(fake_backend_dir, tmp_path) as (server, stream, most):
+        full = int(stream.texts[0])
+        conversation = LONG + "a turn that only the other replica has seen " * 40
+        assert told(server, conversation) == 1 - full
+        stream.cancel()
+        server.wait_until(lambda: server.log.count("]: cancelled after") == most, "the cancels")
+        wait_until(lambda: told(server) == full, "the cancels' answers")
+        assert told(server) == 1 - full, "it was not the last one that was chosen"
+        assert told(server, conversation + "the next turn " * 40) == 1 - full
 
 
 def test_a_command_is_for_all_and_has_one_answer(healthy: TritonServer) -> None:

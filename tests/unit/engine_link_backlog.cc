@@ -21,7 +21,8 @@ int main() {
   size_t num_read = 0;
   for (size_t i = 0; i < kNumFrames; ++i) {
     for (char& byte : frame) byte = static_cast<char>(i);
-    if (!link.offer(frame)) return 2;
+    if (link.is_behind()) return 2;
+    link.send(frame);
     for (size_t left = i < kNumUnread ? 0 : kFrameBytes; left > 0;) {
       const ssize_t got = read(ends[1], taken.data(), left);
       if (got <= 0) return 3;

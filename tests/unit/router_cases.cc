@@ -1,10 +1,22 @@
 // The router by itself; prints one line for each case, which test_router.py reads.
 #include <cstdio>
+#include <cstdlib>
+#include <new>
 #include <string>
 
 #include "router.h"
 
 using namespace slipstream;
+
+static long num_allocations_left = -1;  // -1: any number
+
+__attribute__((noinline)) void* operator new(size_t size) {
+  if (num_allocations_left == 0) throw std::bad_alloc();
+  if (num_allocations_left > 0) --num_allocations_left;
+  return std::malloc(size);
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -62,9 +74,31 @@ void known_cases() {
   printf("bounded: %d\n", known.size() == kMostKnownBlocks);
 }
 
+// Whatever allocation fails, the replica knows all of its prompts or none, and goes on.
+void memory_cases() {
+  const PromptBlocks first = hash_blocks(prompt_of('a', 8), ""), second = hash_blocks(prompt_of('b', 8), "");
+  int num_forgotten = 0;
+  for (int num_allocations = 0; num_allocations < 40; ++num_allocations) {
+    Router router(2, 2);
+    router.was_sent(0, first, 100);
+    num_allocations_left = num_allocations;
+    router.was_sent(0, second, 100);
+    num_allocations_left = -1;
+    const bool knows_first = router.rank(first, loads({2, 0}))[0] == 0;
+    const bool knows_second = router.rank(second, loads({2, 0}))[0] == 0;
+    if (knows_first != knows_second) printf("after %d: ", num_allocations);
+    num_forgotten += !knows_first;
+    router.was_sent(0, second, 100);
+    router.was_sent(0, first, 12);
+    if (router.rank(first, loads({2, 0}))[0] != 0) printf("broken after %d: ", num_allocations);
+  }
+  printf("without memory: %d\n", num_forgotten > 8 && num_forgotten < 40);
+}
+
 }  // namespace
 
 int main() {
+  memory_cases();
   rank_cases();
   known_cases();
 }

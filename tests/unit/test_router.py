@@ -29,6 +29,7 @@ EXPECTED = {
     "parts": "1 0",
     "most": "4096",
     "bounded": "1",
+    "without memory": "1",
 }
 
 
