@@ -96,7 +96,7 @@ std::string Engine::why_down() {
 std::shared_ptr<EngineLink> Engine::take(uint64_t handle, const OpenRequest& request) {
   std::lock_guard<std::mutex> lock(mutex_);  // with engine_ended(): no request slips in behind its fail_all()
   if (link_ == nullptr) return nullptr;
-  if (link_->is_behind()) {
+  if (!request.is_command && link_->is_behind()) {  // commands are short and few: they are kept all the same
     throw BackendError(
         TRITONSERVER_ERROR_UNAVAILABLE,
         name_ + " does not keep up with its requests: more than " + std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");

@@ -76,6 +76,8 @@ class Engine {
   // for; null, and nothing is taken, while the engine is down.  Throws BackendError, and nothing is taken, while the
   // engine has too many requests or too much unread.
   std::shared_ptr<EngineLink> take(uint64_t handle, const OpenRequest& request);
+  // False if it was answered meanwhile.
+  bool give_back(uint64_t handle) { return live_.take_back(handle); }
   // Then its frame goes to the engine.  Throws, and the request is given back, only without memory.
   void pass_on(EngineLink& link, uint64_t handle, std::string_view frame);
 

@@ -58,7 +58,8 @@ void send_error(
 
 void LiveRequests::add(uint64_t handle, const OpenRequest& request) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (live_.size() >= most_requests_) {
+  const size_t num_spare = request.is_command ? kMostSpareCommands : 0;
+  if (live_.size() >= most_requests_ && live_.size() - most_requests_ >= num_spare) {
     const std::string told = std::to_string(live_.size()) + " requests of the model are not answered yet, accepted: ";
     throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, told + "no more, by max_num_seqs and max_waiting_requests");
   }

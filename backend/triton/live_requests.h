@@ -21,6 +21,8 @@
 
 namespace slipstream {
 
+constexpr size_t kMostSpareCommands = 256;  // that an engine may have not answered beyond its requests
+
 class LiveRequests {
  public:
   // is_exiting: whether the server has begun to end.
@@ -28,7 +30,8 @@ class LiveRequests {
       HttpPacer& pacer, std::function<bool()> is_exiting = [] { return false; }, size_t most_requests = SIZE_MAX)
       : pacer_(pacer), is_exiting_(std::move(is_exiting)), most_requests_(most_requests) {}
 
-  // Takes the request over, unless it throws BackendError because the handle is in use, or there are too many.
+  // Takes the request over, unless it throws BackendError because the handle is in use, or there are too many.  Commands,
+  // which may end the others, have kMostSpareCommands places more.
   void add(uint64_t handle, const OpenRequest& request);
 
   // Give a request that the engine never got back to the caller.  False if it was answered meanwhile.

@@ -20,6 +20,7 @@ struct OpenRequest {
   uint64_t received_ns = 0;  // from Triton's queue
   uint64_t passed_ns = 0;    // on to the engine, or refused
   uint64_t id_hash = 0;      // of the client's id; 0: none, or the model has one engine
+  bool is_command = false;   // ends others, or controls the model: there is room for it where there is none for others
   bool feeds_step = false;   // its responses go to the next step of an ensemble
   std::shared_ptr<Broadcast> broadcast = nullptr;  // of a request that all replicas have
 

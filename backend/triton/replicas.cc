@@ -53,85 +53,92 @@ std::string Replicas::why_down() {
 void Replicas::submit(FrameWriter& writer, OpenRequest& open) {
   const uint64_t handle = new_handle();
   const std::string_view frame = encode_request(writer, handle, open.request);
+  const Command command = read_command(open.request);
+  if (command.is_control) limit_command(frame.size());
+  open.is_command = command && frame.size() <= kMaxCommandBytes;
   open.feeds_step = feeds_step(open.request);
   open.passed_ns = monotonic_ns();
-  if (engines_.size() == 1) {
-    const auto link = engines_.front()->take(handle, open);
-    if (link == nullptr) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
-    return engines_.front()->pass_on(*link, handle, frame);
-  }
-  const RoutedRequest routed = read_routing(open.request);
-  if (routed.is_control) return submit_to_all(writer, open, routed.empties_caches);
-  open.id_hash = routed.is_stop ? 0 : routed.id_hash;
-  submit_to_best(frame, handle, open, routed);
+  if (engines_.size() == 1) return submit_to_one({0}, frame, handle, open, {});
+  if (command.is_control) return submit_to_all(writer, open, command);
+  const uint64_t id_hash = read_id_hash(open.request);
+  if (command.is_stop) return submit_to_one({owner_of(id_hash)}, frame, handle, open, {});
+  open.id_hash = id_hash;
+  const PromptBlocks prompt = read_prompt(open.request);
+  submit_to_one(rank(prompt), frame, handle, open, prompt);
 }
 
-void Replicas::submit_to_best(
-    std::string_view frame, uint64_t handle, const OpenRequest& open, const RoutedRequest& routed) {
+void Replicas::submit_to_one(
+    const std::vector<size_t>& replicas, std::string_view frame, uint64_t handle, const OpenRequest& open,
+    const PromptBlocks& prompt) {
   std::optional<BackendError> refusal;
-  for (const size_t i : rank(routed)) {
+  for (const size_t i : replicas) {
     std::shared_ptr<EngineLink> link;
     try {
       link = engines_[i]->take(handle, open);
     } catch (const BackendError& error) {  // it does not keep up: another one may
       if (!refusal) refusal.emplace(error);
-      if (routed.is_stop) break;  // no other has the request that it ends
     }
     if (link == nullptr) continue;
-    router_.was_sent(i, routed.prompt, capacity_of(i));
+    router_.was_sent(i, prompt, capacity_of(i));
     return engines_[i]->pass_on(*link, handle, frame);
   }
   if (refusal) throw BackendError(*refusal);
   throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
 
-// The best first; to end a request, the one that has the newest of that id.
-std::vector<size_t> Replicas::rank(const RoutedRequest& routed) {
+// The best first.
+std::vector<size_t> Replicas::rank(const PromptBlocks& prompt) {
   std::vector<ReplicaLoad> loads;
   for (size_t i = 0; i < engines_.size(); ++i) {
     const bool is_asleep = engines_[i]->is_asleep();
     if (is_asleep) router_.forget(i);
     loads.push_back({engines_[i]->is_up() && !is_asleep, engines_[i]->num_requests()});
   }
-  std::vector<size_t> order = router_.rank(routed.prompt, loads);
-  if (routed.is_stop && routed.id_hash != 0) {
-    std::vector<uint64_t> newest;
-    for (const size_t i : order) newest.push_back(engines_[i]->newest_of(routed.id_hash));
-    const auto owner = order.begin() + (std::max_element(newest.begin(), newest.end()) - newest.begin());
-    std::rotate(order.begin(), owner, owner + 1);
-  }
-  return order;
+  return router_.rank(prompt, loads);
 }
 
-// The writer has the request's frame, which may hold 64 MiB.  A replica that is down is left out: it comes back as
-// config.pbtxt says, awake.
-void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, bool empties_caches) {
-  std::vector<size_t> up;
-  for (size_t i = 0; i < engines_.size(); ++i) {
-    if (engines_[i]->is_up()) up.push_back(i);
-  }
-  if (up.empty()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
-  std::vector<uint64_t> handles;  // made before the first is sent: afterwards nothing may fail
-  for (size_t i = 0; i < up.size(); ++i) handles.push_back(new_handle());
-  for (size_t i = 0; i < engines_.size() && empties_caches; ++i) router_.forget(i);
-  open.broadcast = std::make_shared<Broadcast>(up.size());
-  for (size_t i = 0; i < up.size(); ++i) {
-    const auto refused = [&](TRITONSERVER_Error_Code code, const std::string& reason) {
-      if (!open.broadcast->settle(code, reason)) return;
-      refuse(open, open.broadcast->error()->code, open.broadcast->error()->what());
-    };
+// The one that gets a stop, as no other has what it ends: that with the newest request of this id, else the best.
+size_t Replicas::owner_of(uint64_t id_hash) {
+  const std::vector<size_t> order = rank({});
+  std::vector<uint64_t> newest;
+  for (const size_t i : order) newest.push_back(id_hash == 0 ? 0 : engines_[i]->newest_of(id_hash));
+  return order[static_cast<size_t>(std::max_element(newest.begin(), newest.end()) - newest.begin())];
+}
+
+// The writer has the command's frame.
+void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, const Command& command) {
+  std::lock_guard<std::mutex> lock(command_mutex_);
+  open.broadcast = std::make_shared<Broadcast>(engines_.size());
+  const std::vector<Taken> taken = take_by_all(open);
+  for (size_t i = 0; i < engines_.size() && command.empties_caches; ++i) router_.forget(i);
+  const auto settled = [&](bool is_last) {
+    if (is_last) refuse(open, open.broadcast->error()->code, open.broadcast->error()->what());
+  };
+  for (size_t i = taken.size(); i < engines_.size(); ++i) settled(open.broadcast->settle());  // before any can answer
+  for (const Taken& one : taken) {
     try {
-      if (const auto link = engines_[up[i]]->take(handles[i], open)) {
-        engines_[up[i]]->pass_on(*link, handles[i], writer.with_handle(handles[i]));
-      } else {
-        refused(TRITONSERVER_ERROR_UNAVAILABLE, engines_[up[i]]->why_down());
-      }
-    } catch (const BackendError& error) {
-      refused(error.code, error.what());
+      one.engine->pass_on(*one.link, one.handle, writer.with_handle(one.handle));
     } catch (const std::exception&) {  // others may have it: it is theirs to answer
-      refused(TRITONSERVER_ERROR_INTERNAL, "the request could not be passed on to a replica");
+      settled(open.broadcast->settle(TRITONSERVER_ERROR_INTERNAL, "a command could not be passed on to a replica"));
     }
   }
+}
+
+// All that are up have it, or none.  A replica that is down is left out: it comes back as config.pbtxt says, awake.
+std::vector<Replicas::Taken> Replicas::take_by_all(const OpenRequest& open) {
+  std::vector<Taken> taken;
+  taken.reserve(engines_.size());
+  try {
+    for (const auto& engine : engines_) {
+      const uint64_t handle = new_handle();
+      if (auto link = engine->take(handle, open)) taken.push_back({engine.get(), handle, std::move(link)});
+    }
+  } catch (const std::exception&) {
+    for (const Taken& one : taken) one.engine->give_back(one.handle);
+    throw;
+  }
+  if (taken.empty()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
+  return taken;
 }
 
 // Without a report of the engine, as many as are ever kept.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "engine.h"
@@ -27,8 +28,9 @@ class Replicas {
   bool is_up();
   std::string why_down();
 
-  // Hand a request over to the best replica that takes it, or to all of them if it is for all.  It may be answered and
-  // released by then.  Throws BackendError, and nothing is taken, when none takes it.
+  // Hand a request over to the best replica that takes it.  A command for all goes to all of them that are up, or to none:
+  // a model must not be half asleep.  The request may be answered and released by then.  Throws BackendError, and nothing
+  // is taken, when none takes it.
   void submit(FrameWriter& writer, OpenRequest& open);
 
   // Answer a request that was not taken, and close it.
@@ -37,13 +39,25 @@ class Replicas {
   }
 
  private:
-  std::vector<size_t> rank(const RoutedRequest& routed);
-  void submit_to_best(std::string_view frame, uint64_t handle, const OpenRequest& open, const RoutedRequest& routed);
-  void submit_to_all(FrameWriter& writer, OpenRequest& open, bool empties_caches);
+  // One that has taken a request whose frame it has not got yet.
+  struct Taken {
+    Engine* engine;
+    uint64_t handle;
+    std::shared_ptr<EngineLink> link;
+  };
+  std::vector<size_t> rank(const PromptBlocks& prompt);
+  size_t owner_of(uint64_t id_hash);
+  // To the first of these that takes it.
+  void submit_to_one(
+      const std::vector<size_t>& replicas, std::string_view frame, uint64_t handle, const OpenRequest& open,
+      const PromptBlocks& prompt);
+  void submit_to_all(FrameWriter& writer, OpenRequest& open, const Command& command);
+  std::vector<Taken> take_by_all(const OpenRequest& open);
   size_t capacity_of(size_t replica) const noexcept;
 
   Router router_;
   std::vector<std::unique_ptr<Engine>> engines_;
+  std::mutex command_mutex_;  // one command at a time is handed over
 };
 
 }  // namespace slipstream

@@ -178,6 +178,10 @@ uint64_t new_handle() {
   return handle;
 }
 
+void limit_command(size_t num_bytes) {
+  if (num_bytes > kMaxCommandBytes) refuse("a command of " + std::to_string(num_bytes) + " bytes", kMaxCommandBytes);
+}
+
 uint64_t upstream_handle(TRITONBACKEND_Request* request) {
   TRITONBACKEND_Input* input = nullptr;
   if (TRITONSERVER_Error* error = TRITONBACKEND_RequestInput(request, "REQUEST_HANDLE", &input)) {

@@ -88,22 +88,27 @@ std::string seed_of(TRITONBACKEND_Request* request, const Parameters& parameters
 
 }  // namespace
 
-RoutedRequest read_routing(TRITONBACKEND_Request* request) {
-  RoutedRequest routed;
+Command read_command(TRITONBACKEND_Request* request) {
+  Command command;
   const Parameters parameters = read_parameters(request);
+  const std::string_view stop = tensor(request, "stop"), control = parameters.control;
+  command.is_stop = stop.empty() ? parameters.is_stop : stop[0] != 0;
+  command.is_control = !control.empty();
+  command.empties_caches = control == "sleep" || control == "reload_weights";
+  return command;
+}
+
+uint64_t read_id_hash(TRITONBACKEND_Request* request) {
   const char* id;
   check(TRITONBACKEND_RequestId(request, &id));
-  const std::string_view named = *id != '\0' ? std::string_view(id) : parameters.id;
-  if (!named.empty()) routed.id_hash = std::hash<std::string_view>()(named) | 1;
-  const std::string_view stop = tensor(request, "stop");
-  routed.is_stop = stop.empty() ? parameters.is_stop : stop[0] != 0;
-  routed.is_control = !parameters.control.empty();
-  routed.empties_caches = parameters.control == "sleep" || parameters.control == "reload_weights";
-  if (routed.is_stop || routed.is_control) return routed;
+  const std::string_view named = *id != '\0' ? std::string_view(id) : read_parameters(request).id;
+  return named.empty() ? 0 : std::hash<std::string_view>()(named) | 1;
+}
+
+PromptBlocks read_prompt(TRITONBACKEND_Request* request) {
   std::string_view prompt = tensor(request, "input_ids");
   if (prompt.empty()) prompt = text_tensor(request, "text_input");
-  routed.prompt = hash_blocks(prompt, seed_of(request, parameters));
-  return routed;
+  return hash_blocks(prompt, seed_of(request, read_parameters(request)));
 }
 
 }  // namespace slipstream

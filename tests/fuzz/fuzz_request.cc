@@ -125,7 +125,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   upstream_handle(&request);
   try {
     check_frame(encode_request(writer, handle, &request), handle, request);
-    require(read_routing(&request).prompt.size() <= kMostRoutedBytes / kBlockBytes);
+    const Command command = read_command(&request);
+    require(command.is_control || !command.empties_caches);
+    read_id_hash(&request);
+    require(read_prompt(&request).size() <= kMostRoutedBytes / kBlockBytes);
   } catch (const BackendError& error) {
     require(error.code == TRITONSERVER_ERROR_INVALID_ARG || error.code == TRITONSERVER_ERROR_UNSUPPORTED);
   }

@@ -136,10 +136,12 @@ class FakeEngine:
         self.running[request.handle] = parse(request, self.replica)
 
     def control(self, request: wire.Request) -> None:
-        """`control_fails` is the number of the replica that refuses."""
+        """`control_fails` is the number of the replica that refuses, `control_hangs` of one that never answers."""
         print(f"I told to {request.parameters['control']}", file=sys.stderr, flush=True)
         if self.options.get("control_fails") == str(self.replica):
             self.send([wire.error_response(request.handle, wire.ErrorCode.INVALID_ARG, f"{self.replica} cannot")])
+            return
+        if self.options.get("control_hangs") == str(self.replica):
             return
         self.send([wire.bytes_response(request.handle, wire.ResponseFlag.FINAL, TEXT, b"done")])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -158,13 +159,60 @@ def crowded(fake_backend_dir: Path, folder: Path) -> Iterator[tuple[TritonServer
         stream.cancel()
 
 
-def test_a_stop_that_its_replica_has_no_room_for_is_refused(fake_backend_dir: Path, tmp_path: Path) -> None:
-    """Another replica took it, and answered that what it never had was stopped."""
-    with crowded(fake_backend_dir, tmp_path) as (server, _, most):
+def test_a_full_replica_takes_a_stop(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """It ends the request that it names, and makes room."""
+    with crowded(fake_backend_dir, tmp_path) as (server, stream, _):
         body = {"id": "request 7", "text_input": "", "parameters": {"stop": True}}
         status, reply = server.post("/v2/models/llm/generate", body)
-        assert status == 400 and f"{most} requests of the model are not answered yet" in str(reply), reply
+        assert (status, json.loads(reply).get("text_output")) == (200, "1"), reply
+        stream.wait(num_ends=1)
         assert server.post("/v2/models/llm/generate", {"text_input": "x"})[0] == 200, "another has room"
+
+
+def test_a_long_stop_counts_like_any_request_and_goes_to_no_other_replica(
+    fake_backend_dir: Path, tmp_path: Path
+) -> None:
+    """Another replica took it, and answered that what it never had was stopped."""
+    with crowded(fake_backend_dir, tmp_path) as (server, _, most):
+        body = {"id": "request 7", "text_input": "x" * (16 << 10), "parameters": {"stop": True}}
+        status, reply = server.post("/v2/models/llm/generate", body)
+        assert status == 400 and f"{most} requests of the model are not answered yet" in str(reply), reply
+
+
+def test_a_command_reaches_full_replicas_as_well(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """It was refused by the full one and carried out by the other: the model was half asleep."""
+    with crowded(fake_backend_dir, tmp_path) as (server, _, _):
+        status, reply = server.post("/v2/models/llm/generate", {"control": "sleep"})
+        assert (status, json.loads(reply).get("text_output")) == (200, "done"), reply
+        server.wait_until(lambda: server.log.count("told to sleep") == 2, "every engine's line")
+
+
+@contextmanager
+def hanging(fake_backend_dir: Path, folder: Path) -> Iterator[TritonServer]:
+    """Two replicas, of which the first answers no command."""
+    parameters = {"max_num_seqs": "1", "max_queue_size": "0", "control_hangs": "0", "drain_timeout_s": "1"}
+    add_model(folder, "llm", parameters, "instance_group { count: 2 kind: KIND_CPU }\n")
+    with TritonServer(folder, fake_backend_dir, control_mode="explicit", load_models=["llm"]) as server:
+        yield server
+
+
+def test_a_command_that_one_has_no_room_for_reaches_none(fake_backend_dir: Path, tmp_path: Path) -> None:
+    with hanging(fake_backend_dir, tmp_path) as server, GrpcStream(server.grpc_url) as stream:
+        most = 1 + 1024 + 256  # 256 that only commands have
+        for _ in range(most):
+            stream.send("llm", "", parameters={"control": "is_sleeping"})
+        server.wait_until(lambda: server.log.count("llm[0]: told to is_sleeping") == most, "the questions")
+        status, reply = server.post("/v2/models/llm/generate", {"control": "sleep"})
+        assert status == 400 and f"{most} requests of the model are not answered yet" in str(reply), reply
+        assert told(server) == 1, "it has answered all of its own"
+        assert "told to sleep" not in server.log
+        stream.cancel()
+
+
+def test_a_command_is_short(healthy: TritonServer) -> None:
+    body = {"text_input": "x" * (16 << 10), "control": "sleep"}
+    status, reply = healthy.post("/v2/models/llm/generate", body)
+    assert status == 400 and re.search(r"a command of 16\d\d\d bytes, accepted: at most 16384", str(reply)), reply
 
 
 def test_a_prompt_is_known_to_the_replica_that_took_it(fake_backend_dir: Path, tmp_path: Path) -> None:
