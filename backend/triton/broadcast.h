@@ -28,6 +28,11 @@ class Broadcast {
     return --num_left_ == 0;
   }
 
+  bool is_over() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return num_left_ == 0;
+  }
+
   // The first error.  To be read by the last one.
   const std::optional<BackendError>& error() const { return error_; }
 

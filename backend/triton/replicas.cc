@@ -105,11 +105,17 @@ size_t Replicas::owner_of(uint64_t id_hash) {
   return order[static_cast<size_t>(std::max_element(newest.begin(), newest.end()) - newest.begin())];
 }
 
-// The writer has the command's frame.
+// The writer has the command's frame.  A command that changes the replicas waits for none, but is refused while another
+// one is under way: those that had ended it would carry this one out, and the others refuse it.
 void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, const Command& command) {
   std::lock_guard<std::mutex> lock(command_mutex_);
+  const auto change = change_.lock();
+  if (!command.is_question && change != nullptr && !change->is_over()) {
+    throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "another command to the model is under way; try again later");
+  }
   open.broadcast = std::make_shared<Broadcast>(engines_.size());
   const std::vector<Taken> taken = take_by_all(open);
+  if (!command.is_question) change_ = open.broadcast;
   for (size_t i = 0; i < engines_.size() && command.empties_caches; ++i) router_.forget(i);
   const auto settled = [&](bool is_last) {
     if (is_last) refuse(open, open.broadcast->error()->code, open.broadcast->error()->what());

@@ -58,6 +58,7 @@ class Replicas {
   Router router_;
   std::vector<std::unique_ptr<Engine>> engines_;
   std::mutex command_mutex_;  // one command at a time is handed over
+  std::weak_ptr<Broadcast> change_;  // the last command that changes the replicas
 };
 
 }  // namespace slipstream

@@ -94,6 +94,7 @@ Command read_command(TRITONBACKEND_Request* request) {
   const std::string_view stop = tensor(request, "stop"), control = parameters.control;
   command.is_stop = stop.empty() ? parameters.is_stop : stop[0] != 0;
   command.is_control = !control.empty();
+  command.is_question = control == "is_sleeping" || control == "list_lora_adapters";
   command.empties_caches = control == "sleep" || control == "reload_weights";
   return command;
 }

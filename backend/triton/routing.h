@@ -9,6 +9,7 @@ namespace slipstream {
 struct Command {
   bool is_stop = false;     // ends the request of its id: for the replica that has it
   bool is_control = false;  // sleep, load an adapter, or a question such as who sleeps: for all replicas
+  bool is_question = false;  // changes nothing
   bool empties_caches = false;
   explicit operator bool() const { return is_stop || is_control; }
 };

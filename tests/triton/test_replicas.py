@@ -209,6 +209,20 @@ def test_a_command_that_one_has_no_room_for_reaches_none(fake_backend_dir: Path,
         stream.cancel()
 
 
+def test_one_command_at_a_time_changes_the_replicas(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """Each was carried out by the replicas that had ended the one before, and refused by the others."""
+    with hanging(fake_backend_dir, tmp_path) as server, GrpcStream(server.grpc_url) as stream:
+        stream.send("llm", "", parameters={"control": "sleep"})
+        server.wait_until(lambda: server.log.count("told to sleep") == 2, "every engine's line")
+        for command in ("wake_up", "sleep"):
+            status, reply = server.post("/v2/models/llm/generate", {"control": command})
+            assert status == 400 and "another command to the model is under way" in str(reply), reply
+        assert server.log.count("told to") == 2
+        stream.send("llm", "", parameters={"control": "is_sleeping"})  # changes nothing
+        server.wait_until(lambda: server.log.count("told to is_sleeping") == 2, "the question")
+        stream.cancel()
+
+
 def test_a_command_is_short(healthy: TritonServer) -> None:
     body = {"text_input": "x" * (16 << 10), "control": "sleep"}
     status, reply = healthy.post("/v2/models/llm/generate", body)
