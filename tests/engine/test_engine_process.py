@@ -241,7 +241,7 @@ def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
 ) -> None:
     """They end as the engine ends what waits there: with a finish reason, a response per sequence that streams."""
     backend.request(1, 5, text=LARGE, outputs=ENDS)
-    for handle in (2, 3):
+    for handle in (2, 3, 8):
         backend.request(handle, 5, text=LARGE, request_id=f"r{handle}", outputs=ENDS)
     backend.request(4, 5, text=LARGE, timeout_ms=50, n=2, outputs=ENDS)
     cancelled, late = [wire.bytes_tensor([b""]), wire.bytes_tensor([b"cancelled"])], wire.bytes_tensor([b"timeout"])
@@ -249,6 +249,8 @@ def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
     assert reasons_of(backend.responses_of(2)) == cancelled
     backend.request(5, 1, request_id="r3", stop=True)
     assert reasons_of(backend.responses_of(3)) == cancelled
+    backend.request(9, 1, request_id="r8", text=LARGE, stop=True)  # with the prompt that it stops, as some clients do
+    assert reasons_of(backend.responses_of(8)) == cancelled
     assert reasons_of(backend.responses_of(4)) == 2 * [wire.bytes_tensor([b""]), late]
     backend.request(7, 5, text=LARGE, timeout_ms=50, n=2, stream=False, outputs=ENDS)
     assert reasons_of(backend.responses_of(7)) == [wire.bytes_tensor([b"", b""]), 2 * late]

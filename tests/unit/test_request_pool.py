@@ -275,7 +275,7 @@ def test_one_that_would_have_two_responses_of_a_model_that_may_give_one_does_not
     with pytest.raises(RequestError, match=r"accepted: .*decoupled: false"):
         peek(raw, EngineConfig(serving=serving), TOKENIZER)
     known = peek(raw, EngineConfig(serving=replace(serving, is_decoupled=True)), TOKENIZER)
-    assert len(encode_unread(known, FinishReason.TIMEOUT)) == given.get("n", 1)
+    assert known is not None and len(encode_unread(known, FinishReason.TIMEOUT)) == given.get("n", 1)
 
 
 @pytest.mark.parametrize(("text", "most"), [("x" * 5000, 5000), ("x" * 4999 + "\U0001f600", 20000)])

@@ -1,7 +1,7 @@
 """Serving one generating model: four threads between the socket and the engine.
 
 input thread (the main one): frames -> requests -> `Engine.submit`; answers invalid requests itself. Large requests go
-to the pool's thread.
+to the pool's thread, unless they are commands.
 engine thread: `Engine.step` while there is work; passes each step's outputs on as one object.
 output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
 Knows nothing of tensors: protocol/request_parser.py reads requests and output_processor.py writes text.
@@ -138,10 +138,10 @@ class GenerateServer:
         try:
             if self._drain_deadline is not None:
                 raise CapacityError("the model is being unloaded")
-            if is_large:
-                client = peek(raw, self._config, self._engine.tokenizer)
-                self._ids.add(raw.handle, client.request_id)  # before the pool's thread can finish it
-                self._pool.put(raw, self._unread_deadline(client), client)
+            unread = peek(raw, self._config, self._engine.tokenizer) if is_large else None
+            if unread is not None:
+                self._ids.add(raw.handle, unread.request_id)  # before the pool's thread can finish it
+                self._pool.put(raw, self._unread_deadline(unread), unread)
             else:
                 client = parse_request(raw, self._config, self._engine.tokenizer)
                 self._ids.add(raw.handle, client.request_id if not client.is_stop else "")

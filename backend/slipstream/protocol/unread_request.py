@@ -27,8 +27,9 @@ from slipstream.protocol.responses import encode_gathered, encode_response, is_g
 _PEEKED_BYTES = 4096  # of a tensor or parameter
 
 
-def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> ClientRequest:
+def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> ClientRequest | None:
     """The id by which it may be stopped, its deadline, and how to answer it if it ends unread; its prompt is empty.
+    None for a stop or a command, in which nothing is encoded.
 
     Raises RequestError where the small tensors and parameters are enough for it, and for a text that cannot fit.
     """
@@ -44,14 +45,15 @@ def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> Client
             check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length
     if any(tensor.name in TENSORS and TENSORS[tensor.name].target == "prompt_token_ids" for tensor in raw.inputs):
         settings.setdefault("prompt_token_ids", ())  # which outputs there are depends on it
-    is_command = settings.get("stop_request") or settings.get("control")
+    if settings.get("stop_request") or settings.get("control"):
+        return None
     outputs, params = read_outputs(raw, settings), SamplingParams(n=settings.get("n", 1))
-    if not (serving.is_decoupled or is_command):  # it may end before `parse_request` sees it
+    if not serving.is_decoupled:  # it may end before `parse_request` sees it
         check_one_response(settings, has_batch_dim or "context_ids" in outputs)
     return ClientRequest(
         raw.handle,
         Request([], params, deadline=read_deadline(raw, settings), handle=raw.handle),
-        request_id="" if is_command else raw.request_id or settings.get("request_id", ""),
+        request_id=raw.request_id or settings.get("request_id", ""),
         stream=settings.get("stream", False),
         outputs=outputs,
         has_batch_dim=has_batch_dim,
