@@ -291,6 +291,18 @@ def test_white_space_without_end_costs_time_by_its_length_alone(name: str) -> No
         assert all(isinstance(event, (Content, CallStart, CallArguments)) for event in events)
 
 
+def test_white_space_before_the_end_of_a_call_costs_little_and_holds_back_nothing() -> None:
+    """All of it was looked at again with each space; and what followed the call was kept as if it were a long value."""
+    parser = of("qwen3_coder")()
+    parser.feed("<tool_call><function=f></function>")
+    start = time.process_time()
+    for _ in range(70_000):
+        assert parser.feed(" ") == []
+    assert time.process_time() - start < 1.5, "15 s, where all of it is looked at again"
+    assert parser.feed("</tool_call>") == [CallArguments("{}")]
+    assert [parser.feed(f"word{number}") for number in range(3)] == [[Content(f"word{number}")] for number in range(3)]
+
+
 _LONG_TEXT = {
     **{name: before for name, before in _BEFORE.items() if name in ("qwen3_coder", "glm45", "minimax_m2")},
     "hermes": '<tool_call>{"name": "f", "arguments": {"a": "',

@@ -96,13 +96,14 @@ class MarkedJsonParser(SteppingParser):
 class XmlMarks:
     """Marks of a call: its begin; then its name; parameters (name, value), each ended by `close`; its end.
 
-    idle: marks around calls."""
+    before_end: what may come before its end. idle: marks around calls."""
 
     begin: str
     name: re.Pattern[str]
     parameter: re.Pattern[str]
     close: str
     end: re.Pattern[str]
+    before_end: str = ""
     idle: tuple[str, ...] = ()
 
 
@@ -111,22 +112,23 @@ QWEN_CODER = XmlMarks(
     re.compile(r"\s*<function=([^>\n]{1,256})>"),
     re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL),
     "</parameter>",
-    re.compile(r"\s*(?:</function>\s*)?</tool_call>"),
+    re.compile(r"(?:</function>)?</tool_call>"),
+    before_end="</function>",
 )
 GLM = XmlMarks(
     "<tool_call>",
     re.compile(r"\s*([^\s<{]{1,256})\s*(?=<)"),
     re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
     "</arg_value>",
-    re.compile(r"\s*</tool_call>"),
+    re.compile("</tool_call>"),
 )
 MINIMAX = XmlMarks(
     "<invoke",
     re.compile(r"\s*name=\"([^\"]{1,256})\"\s*>"),
     re.compile(r"\s*<parameter name=\"([^\"]{1,256})\">(.*?)</parameter>", re.DOTALL),
     "</parameter>",
-    re.compile(r"\s*</invoke>"),
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    re.compile("</invoke>"),
+    idle=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 
 
@@ -181,11 +183,11 @@ class XmlParser(SteppingParser):
         return True
 
     def _read_parameter(self, events: list[Event]) -> bool:
-        if self._text[:1].isspace():  # what stands between parameters, perhaps until the answer is full
-            self._text, self._num_searched = self._text.lstrip(), 0
+        self._drop_white_space()
         if found := self._marks.end.match(self._text):
             events.append(CallArguments("}" if self._num_parameters else "{}"))
             self._is_calling, self._name, self._text = False, "", self._text[found.end() :]
+            self._num_searched = 0
             return True
         # a long value is searched once, not again with each of its tokens
         if self._text.find(self._marks.close, max(0, self._num_searched - len(self._marks.close))) < 0:
@@ -202,6 +204,14 @@ class XmlParser(SteppingParser):
             self._text = self._text[found.end() :]
         self._num_searched = 0
         return True
+
+    def _drop_white_space(self) -> None:
+        """What stands between parameters and before the end of a call, perhaps until the answer is full."""
+        text, before_end = self._text.lstrip(), self._marks.before_end
+        if before_end and text.startswith(before_end):
+            text = before_end + text[len(before_end) :].lstrip()
+        if len(text) < len(self._text):
+            self._text, self._num_searched = text, 0
 
     def _json_of(self, key: str, value: str) -> str:
         properties = self._schemas.get(self._name, {}).get("properties")
