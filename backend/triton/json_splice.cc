@@ -1,6 +1,7 @@
 #include "json_splice.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <stdexcept>
 
 namespace slipstream {
@@ -212,6 +213,21 @@ std::string json_string(std::string_view raw) {
     }
   }
   return out;
+}
+
+std::string json_quoted(std::string_view text) {
+  std::string out = "\"";
+  for (const char byte : text) {
+    const auto code = static_cast<unsigned char>(byte);
+    if (code >= 0x20 && byte != '"' && byte != '\\') {
+      out += byte;
+      continue;
+    }
+    char escaped[7];
+    snprintf(escaped, sizeof escaped, "\\u%04x", unsigned{code});
+    out += escaped;
+  }
+  return out + '"';
 }
 
 }  // namespace slipstream

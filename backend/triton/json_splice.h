@@ -34,4 +34,7 @@ bool json_is_empty(std::string_view raw);
 // The text of a raw JSON string, escapes resolved.  Throws std::runtime_error when raw is no string.
 std::string json_string(std::string_view raw);
 
+// The raw JSON string of a text.
+std::string json_quoted(std::string_view text);
+
 }  // namespace slipstream

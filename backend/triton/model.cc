@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "command_line.h"
 #include "json_splice.h"
 #include "numerals.h"
 #include "request.h"
@@ -51,7 +52,7 @@ std::string read_contract(const std::string& directory) {
 // of a repository in a cloud, which are there to be loaded again.
 bool has_sent_files(const std::string& model_dir, const std::string& model_name) {
   if (model_dir.substr(model_dir.rfind('/') + 1) == model_name) return false;
-  const std::string command_line = read_file("/proc/self/cmdline");
+  const std::string command_line = read_command_line();
   for (const char* cloud : {"s3://", "gs://", "as://"}) {
     if (command_line.find(cloud) != std::string::npos) return false;
   }
@@ -159,13 +160,17 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
   check(TRITONBACKEND_ModelServer(model, &setup.server));
 
   const std::string given = read_config(model);
-  setup.given = {json_sorted(given), read_file(setup.model_dir + "/config.pbtxt")};
+  const std::string config_name = option_of(read_command_line(), "model-config-name").value_or("");
+  setup.given = {json_sorted(given), read_file(config_path(setup.model_dir, config_name))};
   setup.has_sent_files = has_sent_files(setup.model_dir, setup.model_name);
   backend.services.reloader.check_load(setup.model_name, setup.given);
   bool auto_complete = false;
   check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
   if (auto_complete) write_config(model, complete_config(given, read_contract(backend.directory)));
   setup.config_json = read_config(model);
+  if (!config_name.empty()) {
+    setup.config_json = json_with_member(setup.config_json, "model_config_name", json_quoted(config_name));
+  }
   const int num_replicas = count_replicas(setup.config_json);
   setup.drain_timeout = drain_timeout(setup.config_json);
   setup.most_requests = most_requests(setup.config_json);

@@ -7,11 +7,10 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <vector>
 
+#include "command_line.h"
 #include "status.h"
 
 namespace slipstream {
@@ -133,20 +132,8 @@ void ServerExit::warn_if_short(const std::string& model_name, std::chrono::milli
 }
 
 std::chrono::seconds ServerExit::read_timeout() {
-  std::ifstream file("/proc/self/cmdline", std::ios::binary);
-  return exit_timeout_of(std::string(std::istreambuf_iterator<char>(file), {}));
-}
-
-std::chrono::seconds exit_timeout_of(const std::string& command_line) {
-  const std::string option = "--exit-timeout-secs";
-  std::chrono::seconds timeout = kDefaultTimeout;
-  for (size_t at = command_line.find(option); at != std::string::npos; at = command_line.find(option, at + 1)) {
-    const bool is_whole_word = at == 0 || command_line[at - 1] == '\0';
-    const size_t end = at + option.size();  // then "=30", or "30" as an argument of its own
-    if (!is_whole_word || end >= command_line.size() || (command_line[end] != '=' && command_line[end] != '\0')) continue;
-    timeout = std::chrono::seconds(std::max(0L, std::strtol(command_line.c_str() + end + 1, nullptr, 10)));
-  }
-  return timeout;
+  const auto given = option_of(read_command_line(), "exit-timeout-secs");
+  return given ? std::chrono::seconds(std::max(0L, std::strtol(given->c_str(), nullptr, 10))) : kDefaultTimeout;
 }
 
 }  // namespace slipstream

@@ -33,8 +33,7 @@ class ServerExit {
   // Log when that is less than a model's drain_timeout_s.
   void warn_if_short(const std::string& model_name, std::chrono::milliseconds drain_timeout) const;
 
-  // --exit-timeout-secs of this process.  The C API does not tell it; the command line does, except in a process that
-  // has the server as a library, which then counts as having the default.
+  // --exit-timeout-secs of this process, or its default.
   std::chrono::seconds timeout() const { return timeout_; }
 
  private:
@@ -73,8 +72,5 @@ class ExitGuard {
 // Whether the library of another backend is in this process: its requests are seen by nobody here.  A backend is known by
 // the function that Triton calls of it, whatever its file is called (`runtime` in config.pbtxt names any).
 bool has_other_backends();
-
-// The last --exit-timeout-secs of a command line as /proc gives it (arguments that end with a zero byte), or 30 s.
-std::chrono::seconds exit_timeout_of(const std::string& command_line);
 
 }  // namespace slipstream

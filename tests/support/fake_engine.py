@@ -283,6 +283,8 @@ def main() -> None:
     config = wire.decode_config(connection.recv(length, socket.MSG_WAITALL))
     print(f"I serving {config.model_name} version {config.model_version} from {config.model_dir}", file=sys.stderr)
     sys.stderr.flush()
+    if "model_config_name" in (declared := json.loads(config.config_json)):
+        print(f"I by the configuration {declared['model_config_name']}", file=sys.stderr, flush=True)
     start_up(connection, config)
     FakeEngine(connection, config).serve()
 

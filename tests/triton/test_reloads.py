@@ -141,6 +141,22 @@ def test_a_model_comes_back_with_the_config_of_its_load_request(loaded: TritonSe
     assert loaded.unload("given")[0] == 200
 
 
+def test_the_file_that_the_server_names_is_the_one_that_counts(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """A change of it was taken for the config of a load request, and the model came back with the old one."""
+    model = add_model(tmp_path, "llm", {"step_ms": "5"})
+    (model / "configs").mkdir()
+    named = model / "configs/h100.pbtxt"
+    named.write_text((model / "config.pbtxt").read_text())
+    options = {"control_mode": "explicit", "load_models": ["llm"], "extra_args": ["--model-config-name=h100"]}
+    with TritonServer(tmp_path, fake_backend_dir, **options) as server:
+        assert "by the configuration h100" in server.log
+        named.write_text(named.read_text().replace('"5"', '"6"'))
+        crash(server, "llm")
+        server.wait_until(lambda: server.log.count("successfully loaded 'llm'") == 2, "the model to come back")
+        _, config = server.get("/v2/models/llm/config")
+        assert json.loads(config)["parameters"]["step_ms"]["string_value"] == "6"
+
+
 def test_a_model_whose_files_came_with_its_load_request_is_started_again_in_place(loaded: TritonServer) -> None:
     load_with(loaded, "sent", 7, **{"1/a.txt": "aGVsbG8="})  # in no repository; the server deletes them at the unload
     crash(loaded, "sent")

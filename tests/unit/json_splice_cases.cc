@@ -32,6 +32,8 @@ int main() {
         print_hex(slipstream::json_sorted(object));
       } else if (operation == "string") {
         print_hex(slipstream::json_string(object));
+      } else if (operation == "quoted") {
+        print_hex(slipstream::json_quoted(object));
       } else if (const auto found = slipstream::json_member(object, from_hex(key))) {
         print_hex(*found);
       } else {

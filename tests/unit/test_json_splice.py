@@ -99,6 +99,11 @@ def test_strings_are_unescaped(splice: Callable[[list[Case]], list[str | None]])
         assert splice([("string", one, "", "") for one in encoded]) == texts
 
 
+def test_texts_are_quoted(splice: Callable[[list[Case]], list[str | None]]) -> None:
+    texts = ["plain", 'quote " and \\ and /', "tab\tline\n", "é ☃ 😀", "\x01"]
+    assert [json.loads(one or "") for one in splice([("quoted", one, "", "") for one in texts])] == texts
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"a"', '{"a":', '{"a":1', '{"a":"x}', '{"a":[1}', "{1:2}", '{"a" 1}'])
 def test_malformed_text_is_refused(splice: Callable[[list[Case]], list[str | None]], text: str) -> None:
     assert splice([("get", text, "a", "")]) == ["error"]

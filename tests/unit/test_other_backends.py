@@ -22,7 +22,8 @@ def test_a_backend_is_known_by_its_entry_point(tmp_path: Path, root: Path) -> No
         source.write_text(text)
         subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / name)], check=True)
     program, backend, fuzz = tmp_path / "program", root / "backend/triton", root / "tests/fuzz"
-    sources = [root / "tests/unit/other_backends.cc", backend / "server_exit.cc", fuzz / "fake_api.cc"]
+    sources = [backend / "server_exit.cc", backend / "command_line.cc"]
+    sources += [root / "tests/unit/other_backends.cc", fuzz / "fake_api.cc"]
     flags = ["-O1", "-std=c++17", f"-I{backend}", f"-I{fuzz}", "-rdynamic", "-pthread"]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program), "-ldl"], check=True)
     loaded = [str(tmp_path / name) for name in libraries]

@@ -21,7 +21,7 @@ from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError
 from slipstream.core.numerals import read_decimal, read_whole
 from slipstream.core.parameter import Parameter
-from slipstream.core.pbtxt_parameters import check_given_once
+from slipstream.core.pbtxt_parameters import check_given_once, config_path
 from slipstream.core.replicas import read_replica
 from slipstream.core.wire_messages import Config as WireConfig
 
@@ -41,9 +41,10 @@ def parse_config(received: WireConfig) -> EngineConfig:
     if "sequence_batching" in triton:
         refuse_sequences()
     parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
-    check_given_once(Path(received.model_dir), parameters)
+    model_dir, config_name = Path(received.model_dir), triton.get("model_config_name", "")  # which the backend adds
+    check_given_once(config_path(model_dir, config_name), parameters)
     max_batch_size = int(triton.get("max_batch_size", 0))
-    config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
+    config = parse_parameters(parameters, model_dir, received.model_version, max_batch_size, config_name)
     # The backend fills in a missing policy. Without auto-complete it stays missing, which Triton takes as false.
     is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", False)
     serving = replace(config.serving, is_decoupled=is_decoupled, model_name=received.model_name)
@@ -74,9 +75,10 @@ def with_replica(config: EngineConfig, groups: Sequence[Mapping[str, Any]], inde
 
 
 def parse_parameters(
-    parameters: Mapping[str, str], model_dir: Path, version: int = 1, max_batch_size: int = 0
+    parameters: Mapping[str, str], model_dir: Path, version: int = 1, max_batch_size: int = 0, config_name: str = ""
 ) -> EngineConfig:
-    """Parse parameters given as text. Paths are relative to model_dir. Raises ConfigError."""
+    """Parse parameters given as text. Paths are relative to model_dir; config_name is the server's option, with which
+    another model may have another configuration than its config.pbtxt. Raises ConfigError."""
     for name, value in parameters.items():
         if _PLACEHOLDER.search(value):
             raise ConfigError(
@@ -86,13 +88,13 @@ def parse_parameters(
     if not 0 <= max_batch_size <= 1:
         raise ConfigError("max_batch_size", max_batch_size, "accepted: 0, or 1 for clients that send a batch dimension")
     model = replace(config.model, model=config.model.model or _version_folder(model_dir, version))
-    config = _with_whole_paths(replace(config, model=model), model_dir, version)
+    config = _with_whole_paths(replace(config, model=model), model_dir, version, config_name)
     config = replace(config, serving=replace(config.serving, max_batch_size=max_batch_size))
     check_combinations(config)
     return config
 
 
-def _with_whole_paths(config: EngineConfig, model_dir: Path, version: int = 1) -> EngineConfig:
+def _with_whole_paths(config: EngineConfig, model_dir: Path, version: int = 1, config_name: str = "") -> EngineConfig:
     """The configuration with what is relative in it resolved. Raises ConfigError for what is not there."""
     model = replace(
         config.model,
@@ -108,7 +110,7 @@ def _with_whole_paths(config: EngineConfig, model_dir: Path, version: int = 1) -
         config,
         model=model,
         parallel=replace(config.parallel, rank_secret_file=secret),
-        speculation=_with_drafters(config.speculation, model_dir),
+        speculation=_with_drafters(config.speculation, model_dir, config_name),
         serving=replace(config.serving, reload_root=reload_root),
     )
 
@@ -290,22 +292,25 @@ def _adapters(model: ModelConfig, model_dir: Path, version: int) -> str:
     return json.dumps({name: str((model_dir / Path(folder).expanduser()).resolve()) for name, folder in found})
 
 
-def _with_drafters(speculation: SpeculationConfig, model_dir: Path) -> SpeculationConfig:
+def _with_drafters(speculation: SpeculationConfig, model_dir: Path, config_name: str) -> SpeculationConfig:
     """Resolve the checkpoints of the methods; one that may be a served model only if its method is loaded."""
     for method in DRAFT_METHODS.values():
         if method.checkpoint and (not method.is_model or method.name in speculation.loaded):
-            resolve = _resolve_served if method.is_model else _resolve
-            path = resolve(method.checkpoint, speculation.checkpoint_of(method), model_dir)
+            name, given = method.checkpoint, speculation.checkpoint_of(method)
+            if method.is_model:
+                path = _resolve_served(name, given, model_dir, config_name)
+            else:
+                path = _resolve(name, given, model_dir)
             speculation = _set(speculation, f"options.{method.name}.{method.checkpoint}", path)
     return speculation
 
 
-def _resolve_served(name: str, value: str, model_dir: Path) -> str:
+def _resolve_served(name: str, value: str, model_dir: Path, config_name: str) -> str:
     """Resolve a path, a hub id, or the name of another model of the repository, whose `model` is meant."""
-    served = model_dir.parent / value / "config.pbtxt"
+    served = config_path(model_dir.parent / value, config_name)
     if not value or "/" in value or not served.is_file():
         return _resolve(name, value, model_dir)
     found = _MODEL_PARAMETER.search(served.read_text())
     if found is None:
         raise ConfigError(name, value, f"{served} has no parameter `model`, whose checkpoint would be the draft")
-    return _resolve(name, found.group(1), served.parent)
+    return _resolve(name, found.group(1), model_dir.parent / value)

@@ -18,20 +18,25 @@ _ESCAPE = re.compile(r"\\(.)", re.S)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 
 
-def check_given_once(model_dir: Path, parameters: Mapping[str, str]) -> None:
-    """Raises ConfigError for a parameter that model_dir's config.pbtxt gives twice, as different values.
+def config_path(model_dir: Path, config_name: str = "") -> Path:
+    """The configuration of a model that Triton reads. config_name: the server's --model-config-name, "" without."""
+    named = model_dir / "configs" / f"{config_name}.pbtxt"
+    return named if config_name and named.exists() else model_dir / "config.pbtxt"
+
+
+def check_given_once(path: Path, parameters: Mapping[str, str]) -> None:
+    """Raises ConfigError for a parameter that a config.pbtxt gives twice, as different values.
 
     parameters: by name, what Triton has read. A load may bring a configuration of its own instead of the file: then its
     values are others, and the file does not count.
     """
-    path = model_dir / "config.pbtxt"
     if not path.is_file():
         return
     seen: dict[str, str] = {}
     for name, value in read_parameters(path.read_text("utf-8", errors="replace")):
         former = seen.setdefault(name, value)
         if former != value and parameters.get(name) in (former, value):
-            told = f"given twice in config.pbtxt, also as {former!r}, and the last one would count"
+            told = f"given twice in {path.name}, also as {former!r}, and the last one would count"
             raise ConfigError(name, value, f"{told}; accepted: one of them")
 
 

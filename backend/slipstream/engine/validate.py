@@ -18,7 +18,7 @@ from slipstream.core.config_parse import parse_parameters, with_replica
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.logits_processors import ServedProcessors
-from slipstream.core.pbtxt_parameters import check_given_once
+from slipstream.core.pbtxt_parameters import check_given_once, config_path
 from slipstream.core.replicas import Replica
 from slipstream.engine.declared_model import check_dims, check_placement, check_scheduling, served_version
 from slipstream.protocol.contract import TASKS
@@ -36,7 +36,7 @@ def validate(model_dir: str | Path) -> str:
     declared = read_config(folder)
     check_declaration(declared, folder)
     parameters = {name: entry.string_value for name, entry in declared.parameters.items()}
-    check_given_once(folder, parameters)
+    check_given_once(config_path(folder), parameters)
     config = parse_parameters(
         parameters,
         folder,
