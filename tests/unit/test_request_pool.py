@@ -267,6 +267,32 @@ def test_what_is_left_at_the_end_is_told_and_never_delivered(steps: Steps) -> No
     assert not steps.delivered and not steps.ended
 
 
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_without_a_thread_to_read_it_a_request_is_refused_and_nothing_of_it_is_left(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, num_started: int
+) -> None:
+    """It was refused and kept: with one thread it was answered twice, with none all that came later waited for ever."""
+    threads, start_thread = iter(range(num_started)), threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if next(threads, None) is None:
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    steps.go.set()
+    pool = RequestPool(steps, 1, 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_few)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="can't start new thread"):
+                pool.put(large(1), None, "known of 1")
+    assert pool.is_empty and pool.close() == []
+    pool = RequestPool(steps, 1, 1 << 20)
+    pool.put(large(2), None, "known of 2")
+    assert pool.wait_empty(30)
+    assert steps.delivered == [2]
+
+
 @pytest.mark.parametrize("given", [{"n": 2}, {"stream": True}])
 def test_one_that_would_have_two_responses_of_a_model_that_may_give_one_does_not_wait(given: dict[str, Any]) -> None:
     """If it were cancelled or late there, each sequence would have a response, though nobody has read it."""

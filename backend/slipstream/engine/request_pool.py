@@ -76,11 +76,11 @@ class RequestPool:
         self._is_reading_long = False
         self._changed = threading.Condition()
         self._is_closed = False
-        self._has_workers = False
+        self._num_workers = 0
 
     def put(self, raw: wire.Request, deadline: float | None, known: Any = None) -> None:
-        """Queue a request. deadline: time.monotonic(). Raises CapacityError if too many requests or bytes wait,
-        RequestError for more bytes than may ever wait."""
+        """Queue a request. deadline: time.monotonic(). Raises CapacityError if too many requests or bytes wait, or if
+        there is no thread to read it, RequestError for more bytes than may ever wait."""
         size = num_bytes(raw)
         if size > self._max_bytes:
             raise RequestError("request", f"has {size} bytes, accepted: at most max_tokenizing_bytes={self._max_bytes}")
@@ -92,13 +92,10 @@ class RequestPool:
                     f"{len(self._entries)} requests of {self._num_bytes} bytes wait to be tokenised, this has {size}; "
                     f"max_waiting_requests={self._max_requests}, max_tokenizing_bytes={self._max_bytes}"
                 )
+            self._start_workers()
             order = time.monotonic() + size / READING_BYTES_PER_S
             self._entries[raw.handle] = _Entry(raw, known, math.inf if deadline is None else deadline, size, order)
             self._num_bytes += size
-            if not self._has_workers:
-                self._has_workers = True
-                for name, is_beside in (("tokenize", False), ("tokenize-beside", True)):
-                    threading.Thread(target=self._work, args=(is_beside,), name=name, daemon=True).start()
             self._changed.notify_all()
 
     def cancel(self, handle: int) -> bool:
@@ -148,6 +145,15 @@ class RequestPool:
             for handle in handles:
                 self._remove(handle)
         return handles
+
+    def _start_workers(self) -> None:
+        """Start those that do not run yet: a model may never get a large request."""
+        for name, is_beside in (("tokenize", False), ("tokenize-beside", True))[self._num_workers :]:
+            try:
+                threading.Thread(target=self._work, args=(is_beside,), name=name, daemon=True).start()
+            except RuntimeError as error:
+                raise CapacityError(f"there is no thread to tokenise the request: {error}") from None
+            self._num_workers += 1
 
     def _remove(self, handle: int) -> None:
         entry = self._entries.pop(handle, None)
