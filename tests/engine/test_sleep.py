@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,9 @@ from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
+from slipstream.engine.model_commands import ModelCommands
 from slipstream.engine.residency import Order, Residency, allowed_folder
+from slipstream.protocol.request_parser import ClientRequest
 from slipstream.protocol.wire import ErrorCode
 from slipstream.worker.null_worker import NullWorker
 from slipstream.worker.residency import HostWeights
@@ -319,7 +324,7 @@ def test_commands_over_the_socket(backend: Backend, demo_model: Path) -> None:
     assert told(9, control="wake_up")["is_sleeping"] is False
     backend.request(10, 3)
     assert len(backend.responses_of(10)) == 3
-    large = "x = 1\n" * 1600  # is read on the pool's thread
+    large = "x = 1\n" * 1600  # waits for no prompt that is tokenised
     assert told(11, control="is_sleeping", text=large, request_id="one")["is_sleeping"] is False
     wait_until(lambda: not server.server._ids, "nothing to be left to stop by its id")
 
@@ -355,3 +360,24 @@ def test_a_command_may_end_while_a_request_is_checked() -> None:
         residency.reads = 0
         with pytest.raises(CapacityError, match="sleep"):
             asked()
+
+
+def test_a_command_without_a_thread_is_refused_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that came later were refused because it was under way."""
+    answers: list[str] = []
+    done = SimpleNamespace(wait=lambda: None)
+    engine: Any = SimpleNamespace(post=lambda control: done, residency=SimpleNamespace(level=1))
+    commands = ModelCommands(engine, EngineConfig(), lambda client, text: answers.append(text), lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="can't start new thread"):
+                commands.start(ClientRequest(1, None), Control(SLEEP))
+        commands.join(1)
+    commands.start(ClientRequest(2, None), Control(SLEEP))
+    commands.join(30)
+    assert len(answers) == 1
+
+
+def _no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")

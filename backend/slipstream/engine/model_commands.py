@@ -35,14 +35,19 @@ class ModelCommands:
         self._thread: threading.Thread | None = None  # the last one
 
     def start(self, client: ClientRequest, control: Control) -> None:
-        """Answer at once or later. Raises CapacityError while another command is under way."""
+        """Answer at once or later. Raises CapacityError while another command is under way, or without a thread."""
         if control.command == STATE:
             self._answer_state(client)
         elif control.command == LIST_LORA:
             self._answer_adapters(client)
         elif self._is_running.acquire(blocking=False):
-            self._thread = threading.Thread(target=self._run, args=(client, control), name="control", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(client, control), name="control", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._is_running.release()
+                raise CapacityError(f"there is no thread to carry out the command: {error}") from None
+            self._thread = thread
         else:
             raise CapacityError("another command to the model is under way; try again later")
 
