@@ -134,6 +134,22 @@ def test_an_engine_short_of_descriptors_still_waits_for_ranks(
     assert reply_of(connect(address, SECRET, hello())) == ""
 
 
+def test_an_engine_short_of_threads_still_waits_for_ranks(
+    listener: tuple[Listener, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, address = listener
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(remote_ranks._MAX_STRANGERS + 1):
+            assert not read_or_end(socket.create_connection(address, 30))
+    assert "can't start new thread" in waits._refused
+    assert reply_of(connect(address, SECRET, hello())) == ""
+
+
 def test_strangers_are_few_and_short(
     listener: tuple[Listener, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

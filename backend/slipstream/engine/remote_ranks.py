@@ -209,7 +209,12 @@ class Listener:
             if not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._greet, args=(connection, address), name="greeting", daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection, address), name="greeting", daemon=True).start()
+            except RuntimeError as error:  # no more threads: others may end
+                self._refuse(address, str(error))
+                connection.close()
+                self._strangers.release()
 
     def _greet(self, connection: socket.socket, address: Any) -> None:
         try:
