@@ -87,6 +87,7 @@ from slipstream_kernels.moe.grouped_mm import grouped_mm
 from slipstream_kernels.moe.invariant_grouped_mm import invariant_grouped_mm
 from slipstream_kernels.moe.local_routing import local_routing, local_rows
 from slipstream_kernels.moe.route_experts import MAX_EXPERTS, route_experts
+from slipstream_kernels.moe.write_outs import Int4Experts, experts_written_out_bytes
 from slipstream_kernels.norm.gated_mul import ACTIVATIONS, gated_mul, gelu_mul, silu_mul
 from slipstream_kernels.norm.gated_mul_fp8 import gated_mul_fp8, gelu_mul_fp8, silu_mul_fp8
 from slipstream_kernels.norm.rms_norm import rms_norm
@@ -134,6 +135,7 @@ __all__ = [
     "Fp8Rows",
     "Fp8Scheme",
     "HeadNorms",
+    "Int4Experts",
     "Int4Weight",
     "Int8Rows",
     "KvCache",
@@ -174,6 +176,7 @@ __all__ = [
     "empty_kv_cache",
     "empty_latent_cache",
     "expert_counters",
+    "experts_written_out_bytes",
     "fp8_refusal",
     "fp8_sums_bytes",
     "fp8_weight",

@@ -89,7 +89,7 @@ def test_experts_that_are_not_written_out_take_no_workspace(
     spec: DecoderSpec, num_experts: int, is_counted: bool
 ) -> None:
     """4 GiB of gate_up is the most; then down is the largest."""
-    layer = replace(spec.layers[0], mlp=ExpertsSpec(512, 4096, num_experts, RouterSpec(2)))
+    layer = replace(spec.layers[0], mlp=ExpertsSpec(512, 4096, num_experts, RouterSpec(16)))
     wide = replace(spec, hidden_size=512, layers=(layer,))
     configs = [
         replace(_config(), model=ModelConfig(max_model_len=256, quantization=name)) for name in ("none", "wint4")
@@ -97,6 +97,21 @@ def test_experts_that_are_not_written_out_take_no_workspace(
     held = [workspace_bytes(wide, config, GPU) for config in configs]
     sums = 2 * ops.w4a16_sums_bytes(132) - ops.split_sums_bytes(132, layer.attention.head_dim, is_latent=False)
     assert held[1] - held[0] == num_experts * 512 * 4096 * 2 * (2 if is_counted else 1) + sums
+
+
+@pytest.mark.parametrize(("num_tokens", "is_counted"), [(1535, False), (1536, True)])
+def test_experts_that_no_step_has_enough_rows_for_are_not_written_out(
+    spec: DecoderSpec, num_tokens: int, is_counted: bool
+) -> None:
+    """From 96 rows of an average expert on, at 8 of 128 for each token."""
+    experts = ExpertsSpec(512, 1024, 128, RouterSpec(8))
+    wide = replace(spec, hidden_size=512, layers=(replace(spec.layers[0], mlp=experts),))
+    scheduler = replace(EngineConfig().scheduler, max_num_batched_tokens=num_tokens)
+    models = [ModelConfig(max_model_len=256, quantization=name, cuda_graphs="off") for name in ("none", "wint4")]
+    held = [workspace_bytes(wide, replace(_config(), model=model, scheduler=scheduler), GPU) for model in models]
+    sums = ops.w4a16_sums_bytes(132) - ops.split_sums_bytes(132, wide.layers[0].attention.head_dim, is_latent=False)
+    largest = experts.gate_up if is_counted else max(wide.layers[0].attention.linears, key=lambda one: one.num_weights)
+    assert held[1] - held[0] == largest.num_weights * 2 + sums
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product, WeightKind
 from slipstream_kernels.integer import W4A8_DTYPE
 from slipstream_kernels.moe import choose as moe
+from slipstream_kernels.moe import write_outs
 from slipstream_kernels.moe.kernels import KERNELS as EXPERT_KERNELS
 from slipstream_kernels.moe.product import Product as ExpertProduct
+from slipstream_kernels.moe.tuning import H200, MOST_TOKENS
 
 BF16 = torch.bfloat16
 # of weights as they lie on a GPU that is no Hopper: format, type, form of the rows, kernel, kernel of experts
@@ -200,6 +202,38 @@ def test_experts_of_more_than_4_gib_are_not_written_out(
     sizes = [256 * rows * 2048 for rows in (4096, 4128)]
     assert [ops.written_out_bytes("int4", PLAIN_ROWS, 256, size, BF16) for size in sizes] == [4 << 30, 0]
     assert ops.written_out_bytes("int4", PLAIN_ROWS, 0, sizes[1], BF16) == 2 * sizes[1], "a dense layer has no limit"
+
+
+@pytest.mark.parametrize(("values", "rows"), write_outs.FORMS)
+def test_the_plan_knows_from_how_many_rows_on_experts_are_written_out(values: str, rows: str) -> None:
+    stored = {"int4": torch.uint8, "grouped_w4a16": torch.int32, "grouped_w4a8": torch.int64}
+    for form in write_outs.FORMS[values, rows]:
+        least = write_outs.least_rows_written_out(H200.uses[form, rows])
+        kind = kind_of(form, stored.get(form, torch.int32), (2816, 2048, 128 if values == "int4" else 32), 8)
+        kind = kind._replace(rows=rows)
+        few, many = (experts_choice(kind, min(num_rows, 1 << 20), BF16) for num_rows in (least - 1, least))
+        assert "+" not in few and ("+" in many) == (least < MOST_TOKENS), form
+
+
+def test_the_plan_asks_for_the_form_that_weights_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no GPU is at hand, the fewest rows of all forms count."""
+
+    def is_counted(rows_of_expert: int, fp8_rows: bool = False) -> bool:
+        experts = ops.Int4Experts(8, 8 * 2816, 2048, 128, "int4", fp8_rows)
+        num_bytes = ops.experts_written_out_bytes(experts, 8 * rows_of_expert, torch.device("cuda"), BF16)
+        assert num_bytes in (0, 8 * 2816 * 2048 * (1 if fp8_rows else 2))
+        return num_bytes > 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [is_counted(rows) for rows in (95, 96)] == [False, True]
+    assert [is_counted(rows, fp8_rows=True) for rows in (127, 128)] == [False, True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **options: empty(*sizes, **options))
+    for form, least, fp8_rows in (("int4", 96, False), ("grouped_w4a16", 640, False), ("grouped_w4a8", 512, True)):
+        monkeypatch.setattr(write_outs, "expert_form", lambda *_, form=form, **__: (form, None))
+        assert [is_counted(rows, fp8_rows) for rows in (least - 1, least)] == [False, True], form
 
 
 def test_rows_have_sums_for_the_kernels_of_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.nn.attention.latent import PREFIX_TOKENS
 from slipstream.nn.heads.eagle import NUM_FEATURES
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LinearSpec
 from slipstream.nn.parallel import Parallel
-from slipstream.nn.quant import choose_methods
+from slipstream.nn.quant import QuantMethod, choose_methods
 from slipstream.nn.rotary import table_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.graph_memory import graph_memory
@@ -52,7 +52,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware,
         features += (parallel.num_stages + 1) * num_rows_sent * max(most_tokens, graphs.num_tokens) * spec.hidden_size
     if config.model.deterministic and parallel.size > 2:  # what each rank has of a sum, and the sum so far
         features += (parallel.size + 1) * num_tokens * spec.hidden_size
-    others = _sums_bytes(spec, config, hardware, graphs.num_tokens) + _written_out_bytes(spec, config, hardware)
+    others = _sums_bytes(spec, config, hardware, graphs.num_tokens)
+    others += _written_out_bytes(spec, config, hardware, max(most_tokens, graphs.num_tokens))
     max_model_len = config.model.max_model_len or spec.max_model_len
     others += table_bytes(attentions, max_model_len)
     sampled = 0 if parallel.stage else logits + history_bytes(num_seqs, max_model_len, num_rows)
@@ -123,13 +124,25 @@ def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:
     return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * width
 
 
-def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """The largest layer of those that products of many rows on a GPU write out first."""
+def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_tokens: int) -> int:
+    """The largest layer of those that products of so many tokens on a GPU write out first."""
     if hardware.device.type != "cuda":
         return 0
-    methods = choose_methods(config.model, spec)
-    linears = set(spec.of_stage(hardware.parallel).layer_linears)
-    held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in linears]
-    held += [] if hardware.parallel.stage else [(spec.lm_head, methods.head)]
-    own = [(linear.of_rank(hardware.parallel), method) for linear, method in held]
-    return max(method.written_out_bytes(linear, hardware.dtype) for linear, method in own)
+    methods, parallel = choose_methods(config.model, spec), hardware.parallel
+    held = {(linear, layer.mlp) for layer in spec.of_stage(parallel).layers for linear in layer.linears}
+    num_bytes = [
+        _written_out_by(methods.experts if linear.num_experts else methods.linears, linear, mlp, num_tokens, hardware)
+        for linear, mlp in held
+    ]
+    num_bytes += [] if parallel.stage else [_written_out_by(methods.head, spec.lm_head, None, num_tokens, hardware)]
+    return max(num_bytes)
+
+
+def _written_out_by(
+    method: QuantMethod, linear: LinearSpec, mlp: DenseSpec | ExpertsSpec | None, num_tokens: int, hardware: Hardware
+) -> int:
+    """mlp: the experts that the linear is of, if it is of any."""
+    own, num_rows = linear.of_rank(hardware.parallel), num_tokens
+    if linear.num_experts and isinstance(mlp, ExpertsSpec):  # of a rank's own, as many on average
+        num_rows = -(-num_tokens * mlp.routing.num_experts_per_token * own.num_experts // linear.num_experts)
+    return method.written_out_bytes(own, num_rows, hardware.device, hardware.dtype)

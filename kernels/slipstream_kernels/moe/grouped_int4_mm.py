@@ -70,15 +70,26 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     check_int4(weight)
     if not weight.packed.is_cuda:
         return weight
-    for_fp8 = fp8_rows and not weight.is_e2m1
-    if for_fp8 and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
-        return grouped_w4a8_layout.repack_experts(weight, num_experts)
-    name = "grouped_mxfp4_gemm" if weight.is_e2m1 else "grouped_w4a16_gemm"
-    reason = load_module("cuda", f"moe.{name}").refusal(weight, num_experts)
+    form, reason = expert_form(weight, num_experts, fp8_rows=fp8_rows)
     if reason is not None:
         size = f"{num_experts} experts, {weight.out_features // num_experts} x {weight.in_features} each,"
         warn_of_canonical(size, reason)
         return weight
-    if weight.is_e2m1:
+    if form == "grouped_w4a8":
+        return grouped_w4a8_layout.repack_experts(weight, num_experts)
+    if form == "grouped_mxfp4":
         return grouped_mxfp4_layout.repack_experts(weight, num_experts)
     return int4_layout.repack_experts(weight)
+
+
+def expert_form(weight: Int4Weight, num_experts: int, *, fp8_rows: bool = False) -> tuple[str, str | None]:
+    """The form that repack_expert_int4 gives a canonical weight on a GPU, and why it is the canonical one, if it is.
+
+    The weight's tensors may be empty, as long as they are on the device.
+    """
+    for_fp8 = fp8_rows and not weight.is_e2m1
+    if for_fp8 and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
+        return "grouped_w4a8", None
+    form = "grouped_mxfp4" if weight.is_e2m1 else "grouped_w4a16"
+    reason = load_module("cuda", f"moe.{form}_gemm").refusal(weight, num_experts)
+    return (form, None) if reason is None else (format_of(weight), reason)

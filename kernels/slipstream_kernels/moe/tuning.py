@@ -26,6 +26,11 @@ class Use:
     most_tokens: int = MOST_TOKENS
     quantises: bool = False
 
+    @property
+    def writes_out(self) -> bool:
+        """Whether it is of two kernels, of which the first writes the weights out."""
+        return "+" in self.kernel
+
 
 Table = Mapping[tuple[str, str], tuple[Use, ...]]  # by format of the weight and the form of rows that it is made for
 

@@ -90,9 +90,12 @@ class Int4(QuantMethod):
             name, decode = decoders[suffix]
             self._put(weights, name, rows, decode(tensor))
 
-    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        rows = "fp8" if self.fp8_inputs else "plain"
-        return ops.written_out_bytes("int4", rows, spec.num_experts, spec.num_weights, dtype)
+    def written_out_bytes(self, spec: LinearSpec, num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
+        if not spec.num_experts:
+            return ops.written_out_bytes("int4", "fp8" if self.fp8_inputs else "plain", 0, spec.num_weights, dtype)
+        group_size, sizes = self.group_size or spec.in_features, (spec.num_experts, spec.out_features, spec.in_features)
+        experts = ops.Int4Experts(*sizes, group_size, "int4", self.fp8_inputs)
+        return ops.experts_written_out_bytes(experts, num_rows, device, dtype)
 
     def split_sums_bytes(self, num_sms: int) -> int:
         return ops.w4a8_sums_bytes(num_sms) if self.fp8_inputs else ops.w4a16_sums_bytes(num_sms)

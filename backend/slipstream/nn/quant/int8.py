@@ -94,7 +94,7 @@ class Int8(QuantMethod):
         else:
             scales.copy_(tensor.reshape(-1))
 
-    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+    def written_out_bytes(self, spec: LinearSpec, num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
         rows = "int8" if self.int8_inputs else "plain"
         return ops.written_out_bytes("int8", rows, spec.num_experts, spec.num_weights, dtype)
 

@@ -80,8 +80,8 @@ class QuantMethod(Protocol):
         """
         ...
 
-    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        """Bytes of a copy of the weights that a product of many rows on a GPU makes first, to read it whole."""
+    def written_out_bytes(self, spec: LinearSpec, num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
+        """Bytes of a copy of the weights that a product of so many rows on a GPU makes first, to read it whole."""
         return 0
 
     def split_sums_bytes(self, num_sms: int) -> int:

@@ -53,8 +53,11 @@ class RoundedToMXFP4(QuantMethod):
         weights["packed"][rows].copy_(ops.pack_int4(codes))
         weights["scales"][rows].copy_(scales)
 
-    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        return ops.written_out_bytes(NAME, "plain", spec.num_experts, spec.num_weights, dtype)
+    def written_out_bytes(self, spec: LinearSpec, num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
+        if not spec.num_experts or dtype != torch.bfloat16:  # rows of another type are multiplied by the codes
+            return 0
+        experts = ops.Int4Experts(spec.num_experts, spec.out_features, spec.in_features, GROUP, NAME)
+        return ops.experts_written_out_bytes(experts, num_rows, device, dtype)
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         packed, scales = weights["packed"], weights["scales"]
