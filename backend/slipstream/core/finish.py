@@ -22,8 +22,9 @@ def end_token_ids(request: Request) -> frozenset[int]:
 class StopConditions:
     """The stop conditions of one request, precomputed: a token costs one set look-up and one comparison.
 
-    min_len, max_len: prompt + output tokens. No token stops below `min_len`, except one that ends a grammar's text: a
-    grammar that allows others has them drawn there. `max_len` respects max_model_len.
+    min_len, max_len: prompt + output tokens; max_len respects max_model_len. No token stops below min_len, except an
+    end-of-sequence token of a request with a grammar. Sampling bans these tokens below min_len, so one is drawn there
+    only if the grammar allows nothing else: the text is complete.
     """
 
     __slots__ = ("_eos_len", "_eos_token_ids", "_word_state", "_words", "has_words", "max_len", "min_len", "token_ids")
@@ -36,7 +37,7 @@ class StopConditions:
         self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
         self.has_words = bool(params.stop_words_ids)
         self.min_len = request.num_prompt_tokens + params.min_tokens
-        self._eos_len = self.min_len if params.guide is None else 0
+        self._eos_len = self.min_len if params.guide is None else 0  # from which on an end-of-sequence token stops
         self.max_len = min(request.max_num_tokens, max_model_len)
 
     @property
