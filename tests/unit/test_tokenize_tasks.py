@@ -16,6 +16,7 @@ from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.core.setting_values import read_words_ids
+from slipstream.engine import tokenize_tasks
 from slipstream.engine.tokenize_server import TokenizeServer
 from slipstream.engine.tokenize_tasks import DetokenizeTask, TokenizeTask, make_task, word_list
 from slipstream.protocol import wire
@@ -160,11 +161,26 @@ def test_a_tokenizer_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> No
             TextTokenizer.load(path)
 
 
+def test_a_query_is_bounded_where_nothing_says_how_much_the_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MiB of text were encoded: 8 MiB took 11 s and 2 GB."""
+    TOKENIZER.backend.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(tokenize_tasks, "MAX_UNTOLD_TOKENS", 32)
+    config = EngineConfig(task="tokenize", model=ModelConfig(tokenizer=str(tmp_path)))
+    text = "a" * (32 * TOKENIZER.max_token_bytes)
+    assert len(pre(task=make_task(config), QUERY=text)["INPUT_ID"][1]) > 32, "as many bytes could be as few tokens"
+    with pytest.raises(RequestError, match=f"^QUERY: the prompt has {len(text) + 1} bytes, .*max_model_len=32 "):
+        pre(task=make_task(config), QUERY=text + "a")
+    ids = request(tensor("TOKENS_BATCH", [5] * 65, (1, 65), DETOKENIZE), outputs=())
+    with pytest.raises(RequestError, match=r"got 65 token ids, accepted: at most 64 \(2 x max_model_len=32\)"):
+        make_task(replace(config, task="detokenize")).check_size(ids)
+
+
 def test_a_query_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
     TOKENIZER.backend.save(str(tmp_path / "tokenizer.json"))
     text = "a" * (32 * TOKENIZER.max_token_bytes + 1)
     config = EngineConfig(task="tokenize", model=ModelConfig(tokenizer=str(tmp_path)))
-    assert len(pre(task=make_task(config), QUERY=text)["INPUT_ID"][1]) > 32  # nothing says how much the model takes
     scaling = '{"rope_type": "linear", "factor": 2.0}'
     (tmp_path / "config.json").write_text(f'{{"max_position_embeddings": 16, "rope_scaling": {scaling}}}')
     by_parameter = replace(config, model=replace(config.model, max_model_len=31))
