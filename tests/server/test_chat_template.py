@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slipstream.core.chat_messages import ArgumentObject, for_template
 from slipstream.core.errors import ConfigError
 from slipstream.server.chat import templated
-from slipstream.server.chat_template import ChatTemplate, load_template
+from slipstream.server.chat_template import MAX_RENDERED_CHARS, ChatTemplate, load_template
 from slipstream.server.errors import ApiError
 from slipstream.server.schemas import Message
 
@@ -171,3 +174,31 @@ def test_where_templates_lie(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_template(tmp_path)
+
+
+def nested(count: int) -> dict[str, Any]:
+    """So many numbers, 190 deep."""
+    return {"parameters": functools.reduce(lambda inner, _: [inner], range(190), [1] * count)}
+
+
+INDENTING = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "tools"),
+    [
+        (INDENTING, [nested(30_000)]),
+        ("{% macro shown() %}" + INDENTING + "{% endmacro %}{{ shown() }}", [nested(300)] * 100),
+        ("{% for tool in tools %}{{ messages[0].content }}{% endfor %}", [{}] * 100),
+    ],
+)
+def test_a_prompt_that_its_template_blows_up_ends_at_a_limit(source: str, tools: list[dict[str, Any]]) -> None:
+    """Indented JSON grows with its depth: a body of 4 MiB made 1.5 billion characters."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=f"accepted: .* at most {MAX_RENDERED_CHARS}") as error:
+            ChatTemplate(source, {}).render([{"role": "user", "content": "x" * 500_000}], tools)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_RENDERED_CHARS
+    finally:
+        tracemalloc.stop()
+    assert error.value.status_code == 400 and error.value.param == "messages"

@@ -6,10 +6,11 @@ Templates come from the checkpoint or the command line, never from a client.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.core.errors import ConfigError, internal_error
@@ -30,6 +32,8 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?[nN]one\b")  # a template that asks whether there is a content
 _CONTINUE = "\u2400continue\u2400"
+_INDENTED = "\u2400indented\u2400"  # the room of all indented JSON of a prompt, among the variables
+MAX_RENDERED_CHARS = 16 << 20  # of a prompt: four bodies of the largest size
 
 
 class _Generation(Extension):
@@ -46,12 +50,38 @@ class _RefusalError(jinja2.TemplateError):
     """The template refuses the messages; its text is the only one that clients may see."""
 
 
+class _TooLongError(Exception):
+    """The prompt, or a part of it, has more than MAX_RENDERED_CHARS."""
+
+
 def _raise(message: str) -> str:
     raise _RefusalError(message)
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+class _Room:
+    """Room for MAX_RENDERED_CHARS, the same for all calls of join()."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_RENDERED_CHARS
+
+    def join(self, pieces: Iterable[str]) -> str:
+        """Raises _TooLongError as soon as they are too long."""
+        text = io.StringIO()
+        for piece in pieces:
+            self._num_left -= len(piece)
+            if self._num_left < 0:
+                raise _TooLongError
+            text.write(piece)
+        return text.getvalue()
+
+
+@jinja2.pass_context
+def _to_json(
+    context: Context, value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    """In pieces where it is indented: two characters that are nested 190 deep become 770, 1.5 GB of a body of 4 MiB."""
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, **options)
+    return encoder.encode(value) if indent is None else context[_INDENTED].join(encoder.iterencode(value))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -87,8 +117,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises ApiError (400) with the template's message if it called raise_exception, else with a
-        number under which the log has the reason."""
+        """The prompt. Raises ApiError (400) with the template's message if it called raise_exception, for one of more
+        than MAX_RENDERED_CHARS, else with a number under which the log has the reason."""
         if tools and self._reads_system_tools:
             messages = with_system_tools(messages, tools)
         if self._takes_none:
@@ -99,9 +129,14 @@ class ChatTemplate:
         variables |= {"messages": list(messages), "tools": list(tools) if tools else None}
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = (self._tool_template if tools else self._template).render(variables)
+            template = self._tool_template if tools else self._template
+            text = _Room().join(template.generate({**variables, _INDENTED: _Room()}))
         except _RefusalError as error:
             message = f"messages: the model's chat template says: {error.message}"
+            raise ApiError(400, message, param="messages") from None
+        except _TooLongError:
+            accepted = f"accepted: messages and tools of which it makes at most {MAX_RENDERED_CHARS}"
+            message = f"messages: the model's chat template makes too many characters of them, {accepted}"
             raise ApiError(400, message, param="messages") from None
         except Exception as error:  # a template may raise any exception
             told = internal_error(logger, "a chat template failed", error)
