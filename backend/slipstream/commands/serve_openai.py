@@ -167,6 +167,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="of all requests of a worker together; 503 (%(default)s)",
     )
     group.add_argument(
+        "--max-total-answer-bytes",
+        type=int,
+        default=256 << 20,
+        help="of all answers of a worker that their clients do not read; the longest kept are closed (%(default)s)",
+    )
+    group.add_argument(
         "--max-concurrent-requests",
         type=int,
         default=1024,
@@ -230,6 +236,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_total_header_bytes=arguments.max_total_header_bytes,
         max_body_bytes=arguments.max_body_bytes,
         max_total_body_bytes=arguments.max_total_body_bytes,
+        max_total_answer_bytes=arguments.max_total_answer_bytes,
         max_concurrent_requests=arguments.max_concurrent_requests,
         max_connections=arguments.max_connections,
         max_events_per_s=arguments.max_events_per_s,

@@ -12,19 +12,19 @@ import asyncio
 import json
 import select
 import socket
-import sys
 from collections import deque
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slipstream.server.connection_pool import ConnectionPool
 from slipstream.server.errors import RETRY_AFTER_S, error_body
 from slipstream.server.handover import HAND_OVER, HANDED_OVER, as_sent, give
 from slipstream.server.metrics import Metrics
+from slipstream.server.open_ended import until_the_end
 from slipstream.server.options import GatewayOptions
 from slipstream.server.plain_parser import PlainParser
 
@@ -48,28 +48,6 @@ class GatewayConfig(uvicorn.Config):
         self.is_ending = False
 
 
-def _until_the_end(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """An answer without a length to HTTP/1.0, which has no chunks (RFC 9112, 6.1): it ends where the connection does.
-    uvicorn would write chunks."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_open_ended = False
-
-        async def send_whole(message: Message) -> None:
-            nonlocal is_open_ended
-            if message["type"] == "http.response.start":
-                is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-                cycle.chunked_encoding = False if is_open_ended else None
-            if is_open_ended:
-                has_more = message["type"] == "http.response.start" or message.get("more_body", False)
-                cycle.expected_content_length = sys.maxsize if has_more else len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, send_whole)
-
-    return answer
-
-
 class BoundedConnection(HttpToolsProtocol):
     url = b""  # until a request begins
 
@@ -82,6 +60,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._hangup: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # its answer is under way; uvicorn knows the latest only
+        self._is_next_held = False  # until the client has read the answer
         self._is_in_head = False
         self._is_in_request = False  # its headers are complete, its body is not
         self._is_refused = False
@@ -195,7 +174,7 @@ class BoundedConnection(HttpToolsProtocol):
         extensions: dict[str, Any] = {HANDED_OVER: {}} if self._queue is None else {HAND_OVER: self._hand_over}
         cycle.scope["extensions"] = extensions
         is_old = cycle.scope["http_version"] == "1.0"
-        framed: Any = _until_the_end(cycle, app) if is_old else app
+        framed: Any = until_the_end(cycle, app) if is_old else app
         super()._start_asgi_task(cycle, framed)
 
     def _watch_for_hangup(self) -> None:
@@ -231,6 +210,13 @@ class BoundedConnection(HttpToolsProtocol):
         if self._unanswered:
             self._unanswered.popleft()
         self._share()
+        if self.flow.write_paused and not self.transport.is_closing():
+            self._is_next_held = True  # its answer would wait beside this one
+            return self.flow.pause_reading()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._is_next_held = False
         if self._reading is None and not self.pipeline:
             self._pool.mark_idle(self)
         super().on_response_complete()
@@ -284,7 +270,7 @@ class BoundedConnection(HttpToolsProtocol):
         deadline = self.loop.time() + self._limits.send_timeout_s
         while self.transport.get_write_buffer_size():  # of an earlier answer
             if self.loop.time() > deadline:
-                self._stop_sending()
+                self.stop_sending("send_timeout_s")
             await asyncio.sleep(_DRAIN_PERIOD_S)
         if self._config.is_ending:
             return False
@@ -314,17 +300,26 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._writing is None:
-            self._writing = self.loop.call_later(self._limits.send_timeout_s, self._stop_sending)
+            self._writing = self.loop.call_later(self._limits.send_timeout_s, self.stop_sending, "send_timeout_s")
+        for other in self._pool.mark_unread(self, self._limits.max_total_answer_bytes):
+            other.stop_sending("max_total_answer_bytes")
 
-    def _stop_sending(self) -> None:
-        self._metrics.count_refusal("send_timeout_s")
+    @property
+    def num_unread_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    def stop_sending(self, reason: str) -> None:
+        self._metrics.count_refusal(reason)
         self.transport.abort()
 
     def resume_writing(self) -> None:
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+        self._pool.mark_read(self)
         super().resume_writing()
+        if self._is_next_held:
+            self._go_on()
 
     # ---- the end
 

@@ -29,6 +29,7 @@ REASONS = (  # the limit of docs/security.md or of a key, by its name, that a re
     "send_timeout_s",
     "max_body_bytes",
     "max_total_body_bytes",
+    "max_total_answer_bytes",
     "max_concurrent_requests",
     "reader",  # the queue of bodies that it reads is full
     "max_priority",

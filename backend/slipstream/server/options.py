@@ -23,6 +23,7 @@ _COUNTS = (
     "max_total_header_bytes",
     "max_body_bytes",
     "max_total_body_bytes",
+    "max_total_answer_bytes",
     "max_concurrent_requests",
     "max_connections",
 )
@@ -71,6 +72,7 @@ class GatewayOptions:
     max_total_header_bytes: int = 16 << 20
     max_body_bytes: int = 4 << 20
     max_total_body_bytes: int = 256 << 20
+    max_total_answer_bytes: int = 256 << 20
     max_concurrent_requests: int = 1024
     max_connections: int = 4096
     max_events_per_s: int = 4000
