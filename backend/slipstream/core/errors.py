@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,3 +70,13 @@ def internal_error(logger: logging.Logger, what: str, error: BaseException) -> E
     number = secrets.token_hex(4)
     logger.error("internal error %s: %s", number, what, exc_info=error)
     return EngineError(f"internal error {number}: the server's log has the reason under this number")
+
+
+def drop_locals(failure: BaseException) -> None:
+    """Let the frames of a failure forget what had been made until then; those that still run do not."""
+    known: list[BaseException] = []
+    error: BaseException | None = failure
+    while error is not None and error not in known:
+        known.append(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig, ParallelConfig
-from slipstream.core.errors import ConfigError, EngineError, RankLostError
+from slipstream.core.errors import ConfigError, EngineError, RankLostError, drop_locals
 from slipstream.core.load_progress import LoadProgress
 from slipstream.engine.load_watch import LoadWatch
 from slipstream.engine.meeting_folder import MeetingFolder
@@ -47,7 +47,6 @@ from slipstream.worker.interface import (
 )
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.process_group import file_store, interface_of, join, leave, limit_calls
-from slipstream.worker.residency import drop_locals
 from slipstream.worker.sample.structured_output import GrammarMasks
 
 logger = logging.getLogger(__name__)

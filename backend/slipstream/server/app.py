@@ -23,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import slipstream
+from slipstream.core.errors import drop_locals
 from slipstream.server.chat import chat
 from slipstream.server.chat_page import PREFIX, answer, read_page
 from slipstream.server.completions import complete
@@ -370,11 +371,15 @@ def _told_of(request: Request, error: HTTPException) -> str:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
+    """FastAPI's own errors and the frames that raise them keep each other, and the request's body with them, until the
+    garbage collector looks: a hundred bodies of 4 MiB that are no JSON were 0.8 GB. So the frames forget them here."""
+
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
             request.state.record.fail(error.message)
             return JSONResponse(error.body(request.scope["path"]), error.status_code, headers=error.headers)
+        drop_locals(error)
         told = _told_of(request, error)
         body = error_body(request.scope["path"], error.status_code, told, _CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=error.headers)
@@ -382,6 +387,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
         message, param = explain(error.errors())
+        drop_locals(error)
         request.state.record.fail(message)
         return JSONResponse(error_body(request.scope["path"], 400, message, "invalid_value", param), 400)
 

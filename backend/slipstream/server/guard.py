@@ -90,7 +90,7 @@ class Guard:
             await answer.refuse(error)
         finally:
             lease.end()
-            body.end_turn()
+            body.end()
             self._num_body_bytes -= body.num_bytes
             if body.is_answered:
                 self._metrics.add("requests_in_flight", -1)
@@ -229,6 +229,11 @@ class _Body:
             except BusyError:
                 self.is_handed_over = False
                 raise
+
+    def end(self) -> None:
+        """Of its request. The connection, whose scope has this, lives until the garbage collector looks."""
+        self.end_turn()
+        self._parts = []
 
     def end_turn(self) -> None:
         if self.turn is not None:

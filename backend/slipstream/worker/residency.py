@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -90,16 +89,6 @@ def collect_all() -> None:
     device."""
     if _collect():
         _freeze()
-
-
-def drop_locals(failure: BaseException) -> None:
-    """Let the frames of a failure forget what had been made until then; those that still run do not."""
-    known: list[BaseException] = []
-    error: BaseException | None = failure
-    while error is not None and error not in known:
-        known.append(error)
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def freeze() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import drop_locals
 from slipstream.core.start_up import StartUp
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import DecoderSpec
@@ -32,7 +33,7 @@ from slipstream.worker.load_target import enter_device, finish_phase, in_inferen
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.request_state import RequestStates
-from slipstream.worker.residency import HostWeights, drop_locals, freeze, give_memory_back
+from slipstream.worker.residency import HostWeights, freeze, give_memory_back
 from slipstream.worker.sample.sampler import PendingTokens
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.interface import SpeculatorContext
