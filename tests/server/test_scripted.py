@@ -186,9 +186,9 @@ def test_half_a_surrogate_leaves_no_stream_behind(
 
 
 def test_a_client_that_never_reads(fake_gateway: GatewayProcess, fake_triton: FakeTriton) -> None:
-    """Its answer fills every buffer between; then it is cut off, and the request is cancelled."""
+    """Its answer fills every buffer between; then it is cut off, and the request, which goes on, is cancelled."""
     fake_triton.cancelled.clear()
-    script = {"pieces": ["x" * 1000], "repeat": 20_000}
+    script = {"pieces": ["x" * 1000], "repeat": 20_000, "hang": True}
     body = json.dumps({"model": "plain", "prompt": json.dumps(script), "stream": True})
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

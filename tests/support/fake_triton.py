@@ -61,6 +61,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[service_pb2.ModelInferRequest] = []
         self.sampling: list[dict[str, Any]] = []
         self.cancelled = threading.Event()
+        self.num_answered = 0  # streams whose last response was taken, or is the next to be
         self._server = grpc.server(ThreadPoolExecutor(16))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -159,6 +160,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             for number, piece in enumerate(pieces):
                 is_last = number == len(pieces) - 1 and "fail" not in script and "hang" not in script
                 if is_last:
+                    self.num_answered += 1
                     stream.is_answered.set()
                 yield self._reply(names, piece, script.get("reason", "stop") if is_last else "", script)
             if "hang" in script:

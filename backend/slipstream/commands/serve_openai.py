@@ -196,7 +196,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--header-timeout-s", type=float, default=10.0, help="to send a request's headers (%(default)s)")
     group.add_argument("--body-timeout-s", type=float, default=60.0, help="to send its body (%(default)s)")
-    group.add_argument("--send-timeout-s", type=float, default=60.0, help="to read an answer that waits (%(default)s)")
+    group.add_argument("--send-timeout-s", type=float, default=60.0, help="to read 64 KiB that wait (%(default)s)")
     group.add_argument(
         "--shutdown-timeout-s", type=int, default=30, help="for running requests at SIGTERM (%(default)s)"
     )

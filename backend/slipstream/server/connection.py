@@ -20,7 +20,8 @@ import uvicorn
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from slipstream.server.connection_pool import ConnectionPool
+from slipstream.server.backlog import READER, num_acked_bytes
+from slipstream.server.connection_pool import LEAST_READ_BYTES, ConnectionPool, turned_away
 from slipstream.server.errors import RETRY_AFTER_S, error_body
 from slipstream.server.handover import HAND_OVER, HANDED_OVER, as_sent, give
 from slipstream.server.metrics import Metrics
@@ -60,6 +61,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._hangup: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # its answer is under way; uvicorn knows the latest only
+        self._num_waiting_bytes = 0  # of events behind what was sent
         self._is_next_held = False  # until the client has read the answer
         self._is_in_head = False
         self._is_in_request = False  # its headers are complete, its body is not
@@ -80,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections:
             other = self._pool.longest_waiting(self)
             if other is None:
-                return self._refuse(*self._turned_away("max_connections"))
+                return self._refuse(*turned_away(self._limits, "max_connections"))
             other.give_way("max_connections")
         self._expect_headers()
 
@@ -172,7 +174,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         extensions: dict[str, Any] = {HANDED_OVER: {}} if self._queue is None else {HAND_OVER: self._hand_over}
-        cycle.scope["extensions"] = extensions
+        cycle.scope["extensions"] = extensions | {READER: self}
         is_old = cycle.scope["http_version"] == "1.0"
         framed: Any = until_the_end(cycle, app) if is_old else app
         super()._start_asgi_task(cycle, framed)
@@ -241,7 +243,7 @@ class BoundedConnection(HttpToolsProtocol):
         while has_grown and self._pool.num_bytes > self._limits.max_total_header_bytes:
             other = self._pool.largest_head(self)
             if other is None:
-                return self._refuse(*self._turned_away("max_total_header_bytes"))
+                return self._refuse(*turned_away(self._limits, "max_total_header_bytes"))
             other.give_way("max_total_header_bytes")
 
     def _share_body(self, num_bytes: int) -> None:
@@ -300,13 +302,37 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._writing is None:
-            self._writing = self.loop.call_later(self._limits.send_timeout_s, self.stop_sending, "send_timeout_s")
-        for other in self._pool.mark_unread(self, self._limits.max_total_answer_bytes):
-            other.stop_sending("max_total_answer_bytes")
+            self._await_reading(self.num_read_bytes)
+        self.keep(0)
+
+    def _await_reading(self, num_before: int) -> None:
+        self._writing = self.loop.call_later(self._limits.send_timeout_s, self._check_reading, num_before)
+
+    def _check_reading(self, num_before: int) -> None:
+        """A client that reads may take its time."""
+        if (num_read := self.num_read_bytes) - num_before < LEAST_READ_BYTES:
+            return self.stop_sending("send_timeout_s")
+        self._await_reading(num_read)
+
+    @property
+    def is_behind(self) -> bool:
+        return self.flow.write_paused
+
+    def keep(self, num_bytes: int) -> None:
+        """So many bytes more, or fewer, wait until what was sent before is read. Above the total, some answers end."""
+        self._num_waiting_bytes += num_bytes
+        if num_bytes >= 0:
+            for other in self._pool.mark_unread(self, self._limits.max_total_answer_bytes):
+                other.stop_sending("max_total_answer_bytes")
 
     @property
     def num_unread_bytes(self) -> int:
-        return self.transport.get_write_buffer_size()
+        return self.transport.get_write_buffer_size() + self._num_waiting_bytes
+
+    @property
+    def num_read_bytes(self) -> int:
+        """Since the connection was made."""
+        return num_acked_bytes(self.transport.get_extra_info("socket"))
 
     def stop_sending(self, reason: str) -> None:
         self._metrics.count_refusal(reason)
@@ -330,25 +356,13 @@ class BoundedConnection(HttpToolsProtocol):
         accepted = f"accepted: at most {self._limits.max_header_bytes} bytes (--max-header-bytes)"
         self._refuse(431, f"The request's headers are too large, {accepted}", "max_header_bytes")
 
-    def _turned_away(self, reason: str) -> tuple[int, str, str, str]:
-        """Arguments of _refuse for one of the limits of a worker."""
-        if reason == "max_connections":
-            message = f"{self._limits.max_connections} connections are open, as many as are accepted"
-        elif reason == "max_total_body_bytes":
-            limit = f"{self._limits.max_total_body_bytes} bytes of all requests together (--max-total-body-bytes)"
-            message = f"Too many request bodies are being kept, accepted: {limit}"
-        else:
-            limit = f"{self._limits.max_total_header_bytes} bytes of all requests together (--max-total-header-bytes)"
-            message = f"Too many headers are being kept, accepted: {limit}"
-        return 503, f"{message}; try again later", reason, "unavailable"
-
     def may_give_way(self) -> bool:
         return not self._is_refused and not self.transport.is_closing() and self._may_answer()
 
     def give_way(self, reason: str) -> None:
         """Close this connection in favour of others, without an answer if it is idle."""
         if self._reading is not None:
-            self._refuse(*self._turned_away(reason))
+            self._refuse(*turned_away(self._limits, reason))
         else:
             self._metrics.count_refusal(reason)
             self._is_refused = True

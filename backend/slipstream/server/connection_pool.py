@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from slipstream.server.options import GatewayOptions
+
 _LEFT_UNREAD = 0.875  # of the limit of answers, once they had more: they are counted anew when the rest is used up
-_LEAST_READ_BYTES = 64 << 10  # counts as read of every answer, for one that has just begun
+LEAST_READ_BYTES = 64 << 10  # less is nothing: the pace of an answer that has just begun is not known
 
 
 class PooledConnection(Protocol):
     """A connection. num_kept_bytes: headers of its requests. num_body_bytes: of a body that is not complete.
-    num_unread_bytes: of an answer. may_give_way: none of its answers is being sent."""
+    num_unread_bytes: of an answer; num_read_bytes: of all answers, by its client. may_give_way: none of its answers is
+    being sent."""
 
     @property
     def address(self) -> str: ...
@@ -33,6 +36,9 @@ class PooledConnection(Protocol):
     @property
     def num_unread_bytes(self) -> int: ...
 
+    @property
+    def num_read_bytes(self) -> int: ...
+
     def may_give_way(self) -> bool: ...
 
     def give_way(self, reason: str) -> None: ...
@@ -42,15 +48,11 @@ class PooledConnection(Protocol):
 
 @dataclass
 class _Unread:
-    """An answer that waits for its client. num_bytes: when they were last counted, of `most` in the beginning."""
+    """An answer that waits for its client. num_bytes: when last counted; num_read: by its client before."""
 
     since: float
-    most: int
-    num_bytes: int
-
-    def seconds_left(self, now: float) -> float:
-        """Until it is read, at the client's pace."""
-        return (now - self.since) * self.num_bytes / max(_LEAST_READ_BYTES, self.most - self.num_bytes)
+    num_read: int
+    num_bytes: int = 0
 
 
 class ConnectionPool:
@@ -112,26 +114,50 @@ class ConnectionPool:
         return sorted(found, key=lambda connection: -connection.num_body_bytes)
 
     def mark_unread(self, connection: PooledConnection, most_bytes: int) -> Collection[PooledConnection]:
-        """The answer of a connection waits for its client. Returns the connections whose answers give way to it, if all
-        have more than so many bytes: those that would take the longest to be read."""
-        self.mark_read(connection)
-        num_bytes = connection.num_unread_bytes
-        self._unread[connection] = _Unread(time.monotonic(), num_bytes, num_bytes)
-        self._num_unread_bytes += num_bytes
-        return self._slowest(connection, most_bytes) if self._num_unread_bytes > most_bytes else ()
+        """The answer of a connection waits for its client, or has grown. Returns the connections whose answers give way
+        to it, if all have more than so many bytes: those that would take the longest to be read. One that waits only
+        now is none of them."""
+        unread, is_new = self._unread.get(connection), False
+        if unread is None:
+            unread = self._unread[connection] = _Unread(time.monotonic(), connection.num_read_bytes)
+            is_new = True
+        self._num_unread_bytes += connection.num_unread_bytes - unread.num_bytes
+        unread.num_bytes = connection.num_unread_bytes
+        if self._num_unread_bytes <= most_bytes:
+            return ()
+        return self._slowest([one for one in self._unread if one is not connection or not is_new], most_bytes)
 
     def mark_read(self, connection: PooledConnection) -> None:
         if (unread := self._unread.pop(connection, None)) is not None:
             self._num_unread_bytes -= unread.num_bytes
 
-    def _slowest(self, newcomer: PooledConnection, most_bytes: int) -> list[PooledConnection]:
+    def _slowest(self, candidates: Sequence[PooledConnection], most_bytes: int) -> list[PooledConnection]:
         """Counts anew: clients have read since the last time."""
-        now, found = time.monotonic(), list[PooledConnection]()
         for connection, unread in self._unread.items():
             unread.num_bytes = connection.num_unread_bytes
         total = self._num_unread_bytes = sum(unread.num_bytes for unread in self._unread.values())
-        for connection in sorted(self._unread, key=lambda one: -self._unread[one].seconds_left(now)):
-            if total > _LEFT_UNREAD * most_bytes and connection is not newcomer:
+        found = list[PooledConnection]()
+        for connection in sorted(candidates, key=self._seconds_left, reverse=True):
+            if total > _LEFT_UNREAD * most_bytes:
                 total -= self._unread[connection].num_bytes
                 found.append(connection)
         return found
+
+    def _seconds_left(self, connection: PooledConnection) -> float:
+        """Until its answer is read, at its client's pace."""
+        unread = self._unread[connection]
+        num_read = max(LEAST_READ_BYTES, connection.num_read_bytes - unread.num_read)
+        return (time.monotonic() - unread.since) * unread.num_bytes / num_read
+
+
+def turned_away(limits: GatewayOptions, reason: str) -> tuple[int, str, str, str]:
+    """Arguments of _refuse for one of the limits of a worker."""
+    if reason == "max_connections":
+        message = f"{limits.max_connections} connections are open, as many as are accepted"
+    elif reason == "max_total_body_bytes":
+        limit = f"{limits.max_total_body_bytes} bytes of all requests together (--max-total-body-bytes)"
+        message = f"Too many request bodies are being kept, accepted: {limit}"
+    else:
+        limit = f"{limits.max_total_header_bytes} bytes of all requests together (--max-total-header-bytes)"
+        message = f"Too many headers are being kept, accepted: {limit}"
+    return 503, f"{message}; try again later", reason, "unavailable"

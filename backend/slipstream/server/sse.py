@@ -15,6 +15,7 @@ import orjson
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
+from slipstream.server.backlog import Backlog
 from slipstream.server.errors import ApiError, error_body
 from slipstream.server.generation import Response
 from slipstream.server.pace import Pace
@@ -113,6 +114,7 @@ class EventStream(HttpResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = scope["state"]["record"]
+        send = backlog = Backlog(send, scope)
         watcher = asyncio.create_task(self._cancel_on_disconnect(receive, record))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -131,6 +133,7 @@ class EventStream(HttpResponse):
             await _body(send, failed, more=False)
         finally:
             watcher.cancel()
+            backlog.end()
             self.cancel()
             for _ in self._streams:
                 self._pace.leave()
