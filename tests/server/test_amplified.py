@@ -11,12 +11,14 @@ import openai
 import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 from slipstream.server.gateway import MAX_ECHOED_CHARS
+from slipstream.server.pace import MAX_INTERVAL
 from slipstream.server.schemas import MAX_PROMPTS
 from slipstream.server.sse import MAX_EVENT_BYTES
 from slipstream.server.triton import MAX_REPEATED_SETTINGS_BYTES
 
+JSON = {"content-type": "application/json"}
 SCRIPT = json.dumps({"pieces": ["x"]})
 
 
@@ -82,3 +84,25 @@ def test_half_a_surrogate_that_an_answer_repeats(fake_gateway: GatewayProcess, s
     request = urllib.request.Request(fake_gateway.url + "/v1/responses", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         assert reply.status == 200 and b'"user":"?"' in reply.read()
+
+
+def test_a_client_cannot_ask_for_more_events_than_the_worker_has(fake_triton: FakeTriton) -> None:
+    """Its own interval counts where it is the larger one."""
+    script = {"pieces": ["x"], "repeat": 400}
+    body = {"model": "plain", "prompt": json.dumps(script), "stream": True}
+
+    def interval(**asked: int) -> int:
+        assert completed(body | asked) == 200
+        return fake_triton.sampling[-1]["stream_interval"]
+
+    with GatewayProcess(fake_triton.url, ["--max-events-per-s", "10"]) as gateway:
+
+        def completed(asked: dict[str, Any]) -> int:
+            request = urllib.request.Request(gateway.url + "/v1/completions", json.dumps(asked).encode(), JSON)
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+                reply.read()
+                return reply.status
+
+        assert interval(stream_interval=3) == 3
+        wait_until(lambda: interval(stream_interval=1) == MAX_INTERVAL, "the worker to be at its limit")
+        assert interval(stream_interval=MAX_INTERVAL + 8) == MAX_INTERVAL + 8

@@ -86,7 +86,8 @@ class Gateway:
         interval = max(self.pace.enter() for _ in generations)
         try:  # a failure from here on, also while the requests are written, must leave the pace again
             for generation in generations:
-                interval = generation.sampling.setdefault("stream_interval", interval)
+                interval = max(interval, generation.sampling.get("stream_interval", 1))
+                generation.sampling["stream_interval"] = interval
             streams = self._generate(http, generations)
             async with self._attended(http, streams, keep=True):
                 first = await together([_first(stream) for stream in streams])
