@@ -11,9 +11,11 @@ import urllib.request
 from contextlib import closing
 from http.client import HTTPResponse
 
+import pytest
 from gateway import GatewayProcess
 from patience import PATIENCE_S
-from slipstream.server.turns import MAX_READ_AT_ONCE_BYTES, Turns
+from slipstream.server import turns as turns_module
+from slipstream.server.turns import MAX_READ_AT_ONCE_BYTES, Turn, Turns
 
 LARGE = {"unknown": "a" * MAX_READ_AT_ONCE_BYTES}
 SCRIPT = json.dumps({"pieces": ["x"]})
@@ -41,7 +43,7 @@ def test_a_turn_begins_behind_the_last_one_and_its_pause() -> None:
         turns, begun = Turns(), list[float]()
 
         async def one() -> None:
-            turn = await turns.take()
+            turn = await turns.take(b"", 1)
             begun.append(time.monotonic())
             await asyncio.sleep(0.03)
             turn.end()
@@ -52,6 +54,48 @@ def test_a_turn_begins_behind_the_last_one_and_its_pause() -> None:
 
     begun = asyncio.run(read())
     assert len(begun) == 4 and all(later - earlier >= 0.058 for earlier, later in itertools.pairwise(begun))
+
+
+def test_keys_have_turns_one_after_the_other_and_shorter_bodies_come_first() -> None:
+    async def read() -> list[str]:
+        turns, order = Turns(), list[str]()
+
+        async def one(name: str, owner: bytes, num_bytes: int) -> None:
+            turn = await turns.take(owner, num_bytes)
+            order.append(name)
+            turn.end()
+
+        first = await turns.take(b"a", 1)
+        flood = [asyncio.create_task(one(f"a{index}", b"a", 4 << 20)) for index in range(5)]
+        await asyncio.sleep(0)
+        others = [one("b", b"b", 4 << 20), one("c", b"c", 4 << 20), one("short", b"a", 1), one("b2", b"b", 1 << 20)]
+        tasks = [*flood, *map(asyncio.create_task, others)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        first.end()
+        await asyncio.wait(tasks)
+        last = await asyncio.wait_for(turns.take(b"a", 1), PATIENCE_S)
+        last.end()
+        return order
+
+    assert asyncio.run(read()) == ["short", "b2", "c", "a0", "b", "a2", "a3", "a4"]
+
+
+def test_a_turn_that_its_request_does_not_live_to_see_is_given_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_MAX_PAUSE_S", 0.0)
+
+    async def read() -> None:
+        turns = Turns()
+        first = await turns.take(b"a", 1)
+        doomed = asyncio.create_task(turns.take(b"a", 1))
+        waiting = asyncio.create_task(turns.take(b"b", 2))
+        await asyncio.sleep(0)
+        first.end()
+        asyncio.get_running_loop().call_later(0, doomed.cancel)  # behind the end: it has its turn, and has not run
+        assert isinstance(await asyncio.wait_for(waiting, PATIENCE_S), Turn)
+        assert doomed.cancelled()
+
+    asyncio.run(read())
 
 
 def post(gateway: GatewayProcess, path: str, fields: dict) -> HTTPResponse:

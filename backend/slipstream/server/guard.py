@@ -186,7 +186,7 @@ class Guard:
             self._check_room(lease)
             self._begin_answer(body)
         if body.num_bytes > MAX_READ_AT_ONCE_BYTES:
-            body.turn = await self._turns.take()
+            body.turn = await self._turns.take(lease.owner, body.num_bytes)
 
     def _too_large(self, lease: Lease) -> ApiError:
         lease.count_refusal("max_body_bytes")
