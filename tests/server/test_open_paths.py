@@ -126,3 +126,18 @@ def test_small_answers_leave_at_once() -> None:
             return found
 
     assert asyncio.run(accepted())
+
+
+def test_triton_is_asked_once_however_many_ask_whether_it_is_ready(
+    fake_triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GatewayProcess(fake_triton.url, ["--log-level", "error"]) as gateway:
+        monkeypatch.setattr(fake_triton, "live_s", 0.5)
+        monkeypatch.setattr(fake_triton, "num_live", 0)
+        found: list[int] = []
+        asking = [threading.Thread(target=lambda: found.append(gateway.get("/ready")[0])) for _ in range(40)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert found == [200] * 40 and 1 <= fake_triton.num_live <= 8

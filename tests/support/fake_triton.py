@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[service_pb2.ModelInferRequest] = []
         self.sampling: list[dict[str, Any]] = []
         self.cancelled = threading.Event()
+        self.live_s, self.num_live = 0.0, 0  # how long it takes to say that it lives, and how often it was asked
         self.num_answered = 0  # streams whose last response was taken, or is the next to be
         self._server = grpc.server(ThreadPoolExecutor(16))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
@@ -76,6 +78,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     # ------------------------------------------------------------ the service (names are those of the protocol)
 
     def ServerLive(self, request: Any, context: Any) -> Any:
+        self.num_live += 1
+        time.sleep(self.live_s)
         return service_pb2.ServerLiveResponse(live=True)
 
     def RepositoryIndex(self, request: Any, context: Any) -> Any:

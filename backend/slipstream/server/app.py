@@ -39,6 +39,7 @@ from slipstream.server.messages.schemas import CountTokensRequest, MessagesReque
 from slipstream.server.metrics import Metrics, fetch, make_file
 from slipstream.server.options import GatewayOptions
 from slipstream.server.ranking import rerank, score
+from slipstream.server.readiness import ready_models
 from slipstream.server.responses.endpoint import delete, respond, retrieve
 from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.responses.store import ResponseStore
@@ -55,8 +56,8 @@ from slipstream.server.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
-from slipstream.server.shared_call import SharedCall
-from slipstream.server.sleep import add_sleep, is_awake
+from slipstream.server.shared_call import SharedCall, SharedTask
+from slipstream.server.sleep import add_sleep
 from slipstream.server.sse import to_json
 from slipstream.server.tokenize import detokenize, tokenize
 from slipstream.server.tracing import GatewayTracing, make_tracing
@@ -274,18 +275,13 @@ def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> 
         """The gateway's process is alive."""
         return JSONResponse({"status": "ok"})
 
+    now = SharedTask[list[str]]()  # a model that may sleep is asked itself
+
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": ErrorBody}})
     async def ready(request: Request) -> Response:
         """Triton answers and at least one model is ready."""
-        gateway = request.app.state.gateway
-        if not await gateway.link.is_live():
-            raise ApiError(503, f"Triton at {options.triton_url} does not answer", code="unavailable")
-        models = await gateway.catalog.all()
-        names = [model.name for model in models if await is_awake(gateway, model)]
-        if not names:
-            told = "every model sleeps" if models else "no model is ready"
-            raise ApiError(503, told, code="unavailable")
+        names = await now.result(partial(ready_models, request.app.state.gateway))
         return JSONResponse({"status": "ready", "models": names})
 
     of_triton = SharedCall(partial(fetch, options.metrics_url))
