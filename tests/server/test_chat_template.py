@@ -14,7 +14,7 @@ import pytest
 from slipstream.core.chat_messages import ArgumentObject, for_template
 from slipstream.core.errors import ConfigError
 from slipstream.server.chat import templated
-from slipstream.server.chat_template import MAX_RENDERED_CHARS, ChatTemplate, load_template
+from slipstream.server.chat_template import MAX_ADDED_CHARS, MAX_RENDERED_CHARS, ChatTemplate, load_template
 from slipstream.server.errors import ApiError
 from slipstream.server.schemas import Message
 
@@ -182,6 +182,25 @@ def nested(count: int) -> dict[str, Any]:
 
 
 INDENTING = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
+
+
+@pytest.mark.parametrize("sign", ["+", "~"])
+def test_a_text_that_grows_by_each_message_is_not_copied_without_bound(sign: str) -> None:
+    """10,000 system messages of 400 characters took DeepSeek's template 10 s of the thread that renders all prompts."""
+    text = f"{{% set ns.text = ns.text {sign} '\\n\\n' {sign} message.content %}}"
+    source = "{% set ns = namespace(text='') %}{% for message in messages %}" + text + "{% endfor %}{{ ns.text }}"
+    template = ChatTemplate(source, {})
+    some = [{"role": "system", "content": f"rule {index}"} for index in range(500)]
+    assert template.render(some) == "".join(f"\n\nrule {index}" for index in range(500))
+    many = [{"role": "system", "content": "x" * 400}] * 10_000
+    with pytest.raises(ApiError, match=f"{MAX_ADDED_CHARS} on the way") as error:
+        template.render(many)
+    assert error.value.status_code == 400 and error.value.param == "messages"
+
+
+def test_what_is_put_together_may_be_no_text() -> None:
+    template = ChatTemplate("{{ 1 ~ none ~ missing ~ messages[0].content ~ (2 + 3) ~ ([1] + [2]) }}", {})
+    assert template.render([{"role": "user", "content": "é"}]) == "1Noneé5[1, 2]"
 
 
 @pytest.mark.parametrize(

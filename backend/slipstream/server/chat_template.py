@@ -6,6 +6,7 @@ Templates come from the checkpoint or the command line, never from a client.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
@@ -21,6 +22,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from slipstream.core.errors import ConfigError, internal_error
 from slipstream.server.errors import ApiError
@@ -32,8 +34,10 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?[nN]one\b")  # a template that asks whether there is a content
 _CONTINUE = "\u2400continue\u2400"
-_INDENTED = "\u2400indented\u2400"  # the room of all indented JSON of a prompt, among the variables
+# Among the variables, the room of all indented JSON of a prompt and of all texts that are put together by +.
+_INDENTED, _ADDED = "\u2400indented\u2400", "\u2400added\u2400"
 MAX_RENDERED_CHARS = 16 << 20  # of a prompt: four bodies of the largest size
+MAX_ADDED_CHARS = 1 << 30  # half a second; a text that grows by 10,000 messages of 400 characters is 40 times as many
 
 
 class _Generation(Extension):
@@ -51,7 +55,7 @@ class _RefusalError(jinja2.TemplateError):
 
 
 class _TooLongError(Exception):
-    """The prompt, or a part of it, has more than MAX_RENDERED_CHARS."""
+    """The prompt, or what it is made of, has too many characters."""
 
 
 def _raise(message: str) -> str:
@@ -59,20 +63,46 @@ def _raise(message: str) -> str:
 
 
 class _Room:
-    """Room for MAX_RENDERED_CHARS, the same for all calls of join()."""
+    """Room for so many characters, the same for all calls."""
 
-    def __init__(self) -> None:
-        self._num_left = MAX_RENDERED_CHARS
+    def __init__(self, num_chars: int = MAX_RENDERED_CHARS) -> None:
+        self._num_left = num_chars
+
+    def take(self, num_chars: int) -> None:
+        """Raises _TooLongError if they are too many."""
+        self._num_left -= num_chars
+        if self._num_left < 0:
+            raise _TooLongError
 
     def join(self, pieces: Iterable[str]) -> str:
         """Raises _TooLongError as soon as they are too long."""
         text = io.StringIO()
         for piece in pieces:
-            self._num_left -= len(piece)
-            if self._num_left < 0:
-                raise _TooLongError
+            self.take(len(piece))
             text.write(piece)
         return text.getvalue()
+
+
+class _Sums(NodeTransformer):
+    """`a ~ b` becomes a sum of texts, which the environment is asked for."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        texts: list[nodes.Expr] = [nodes.Filter(self.visit(part), "string", [], [], None, None) for part in node.nodes]
+        return functools.reduce(nodes.Add, texts)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts texts that are put together: DeepSeek's templates add each system message to all before it."""
+
+    intercepted_binops = frozenset({"+"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Sums().visit(super()._parse(source, name, filename)).set_environment(self)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, str) and isinstance(right, str):
+            context[_ADDED].take(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
 
 
 @jinja2.pass_context
@@ -84,10 +114,8 @@ def _to_json(
     return encoder.encode(value) if indent is None else context[_INDENTED].join(encoder.iterencode(value))
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -118,7 +146,7 @@ class ChatTemplate:
         extra: dict[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises ApiError (400) with the template's message if it called raise_exception, for one of more
-        than MAX_RENDERED_CHARS, else with a number under which the log has the reason."""
+        than MAX_RENDERED_CHARS or MAX_ADDED_CHARS, else with a number under which the log has the reason."""
         if tools and self._reads_system_tools:
             messages = with_system_tools(messages, tools)
         if self._takes_none:
@@ -130,12 +158,13 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
             template = self._tool_template if tools else self._template
-            text = _Room().join(template.generate({**variables, _INDENTED: _Room()}))
+            rooms = {_INDENTED: _Room(), _ADDED: _Room(MAX_ADDED_CHARS)}
+            text = _Room().join(template.generate({**variables, **rooms}))
         except _RefusalError as error:
             message = f"messages: the model's chat template says: {error.message}"
             raise ApiError(400, message, param="messages") from None
         except _TooLongError:
-            accepted = f"accepted: messages and tools of which it makes at most {MAX_RENDERED_CHARS}"
+            accepted = f"accepted: of which it makes at most {MAX_RENDERED_CHARS}, or {MAX_ADDED_CHARS} on the way"
             message = f"messages: the model's chat template makes too many characters of them, {accepted}"
             raise ApiError(400, message, param="messages") from None
         except Exception as error:  # a template may raise any exception
