@@ -19,7 +19,7 @@ from slipstream.core.regex_syntax import UnenforcedError
 from slipstream.core.sampling_params import Guide
 from slipstream.core.schema_keywords import DEFINITIONS, FORMATS, SELECTORS, TYPED
 from slipstream.core.schema_keywords import REFUSED as REFUSED_KEYWORDS
-from slipstream.core.schema_relaxing import MOST_DROPPED, enforceable
+from slipstream.core.schema_relaxing import MOST_CHARS, MOST_DROPPED, enforceable
 from slipstream.engine.structural_tags import bounded_tag, schema_grammar
 from slipstream.server.schemas import Tool
 from slipstream.server.tools.calls_grammar import ListForm, calls_guide
@@ -66,7 +66,8 @@ def test_what_cannot_be_enforced_is_left_to_the_model_where_a_client_asks_for_th
         return
     left = enforceable(schema)
     assert refusal("json_schema", json.dumps(left)) == "" and json.dumps(schema) == before
-    assert accepts(schema_grammar(json.dumps(left)), broken)
+    is_left = pointer != "/properties"  # these are enforced, and anyOf beside them is left
+    assert accepts(schema_grammar(json.dumps(left)), broken) == is_left
 
 
 def test_the_rest_of_a_relaxed_schema_is_enforced() -> None:
@@ -79,6 +80,32 @@ def test_the_rest_of_a_relaxed_schema_is_enforced() -> None:
     assert enforceable(having("a")) == having("a")
     with pytest.raises(UnenforcedError):
         enforceable({"properties": {f"p{index}": tags for index in range(MOST_DROPPED)}, "type": "object"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"if": {"required": ["a"]}, "then": {"properties": {"b": INT}, "required": ["b"]}},
+        {"required": ["a", "b"]},
+        {"anyOf": [having("b"), having("c")]},
+        {"type": "object", "$ref": "#/$defs/B", "$defs": {"B": having("b")}},
+        {"dependentSchemas": {"a": having("b")}, "unevaluatedProperties": False},
+        {"dependentSchemas": {"a": having("b")}, "additionalProperties": INT},
+    ],
+)
+def test_a_relaxed_schema_forbids_nothing_that_the_schema_allows(more: dict[str, Any]) -> None:
+    """Objects have no other properties than those that are named, and what is left out may name some."""
+    left = enforceable({"properties": {"a": INT}, **more})
+    assert refusal("json_schema", json.dumps(left)) == ""
+    assert accepts(schema_grammar(json.dumps(left)), '{"a": 1, "b": 2}')
+    assert not accepts(schema_grammar(json.dumps(left)), '{"a": "x"}')
+
+
+def test_relaxing_is_bounded() -> None:
+    assert enforceable({"type": "integer", "k" * 70: 1, "a~/b": 1}) == {"type": "integer"}
+    assert enforceable({"enum": ["x" * (MOST_CHARS - 40)], "not": 1}).keys() == {"enum"}
+    with pytest.raises(UnenforcedError, match=f"at most {MOST_CHARS}"):
+        enforceable({"enum": ["x" * MOST_CHARS]})
 
 
 @pytest.mark.parametrize(("pattern", "broken"), REFUSED_PATTERNS)

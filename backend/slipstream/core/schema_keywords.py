@@ -74,7 +74,7 @@ _JSON_TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (type(None), ("null",)),
 )
 _OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties")
-_MAX_SHOWN = 200
+_MAX_SHOWN, _MAX_NAMED = 200, 60  # characters of a pointer, of a keyword
 
 Schema = dict[str, object]
 
@@ -89,8 +89,8 @@ class _Place:
     is_name: bool = False
 
     def error(self, keyword: str, reason: str, accepted: str) -> UnenforcedError:
-        shown, pointer = keyword.rpartition("/")[2], self.pointer(keyword)
-        told = f"{shown} at {pointer}, which cannot be enforced: {reason}, accepted: {accepted}"
+        shown = escaped(keyword if len(keyword) <= _MAX_NAMED else f"{keyword[:_MAX_NAMED]}…")
+        told = f"{shown} at {self.pointer(shown)}, which cannot be enforced: {reason}, accepted: {accepted}"
         return UnenforcedError(told, self.schema, keyword)
 
     def pointer(self, keyword: str) -> str:
@@ -108,6 +108,15 @@ def check_schema(schema: object) -> None:
 
     Raises UnenforcedError, which names keyword, JSON pointer and what is accepted.
     """
+    for error in faults(schema):
+        raise error
+
+
+def faults(schema: object) -> Iterator[UnenforcedError]:
+    """What check_schema raises, one after the other, for callers that take out what each names before the next.
+
+    What refers to something that was taken out is found in another walk alone.
+    """
     if not isinstance(schema, dict):
         return
     level, places = [_Place(schema)], []
@@ -116,7 +125,16 @@ def check_schema(schema: object) -> None:
         level = [below for place in level for below in _below(place)]
     known = {id(place.schema) for place in places}
     for place in places:
-        _check_place(place, schema, known)
+        while (error := _fault(place, schema, known)) is not None:
+            yield error
+
+
+def _fault(place: _Place, root: Schema, known: set[int]) -> UnenforcedError | None:
+    try:
+        _check_place(place, root, known)
+    except UnenforcedError as error:
+        return error
+    return None
 
 
 def _below(place: _Place) -> Iterator[_Place]:
@@ -172,8 +190,7 @@ def _check_keyword(place: _Place, keyword: str) -> None:
         raise place.error(keyword, "the grammar would not hold the answer to it", REFUSED[keyword])
     is_known = keyword == "type" or keyword in TYPED or keyword in SELECTORS or keyword in DEFINITIONS
     if not is_known and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
-        shown = keyword if len(keyword) <= 60 else f"{keyword[:60]}…"
-        raise place.error(escaped(shown), "it is no keyword that is known", "JSON Schema's keywords, and names with x-")
+        raise place.error(keyword, "it is no keyword that is known", "JSON Schema's keywords, and names with x-")
 
 
 def _check_numbers(place: _Place) -> None:

@@ -1,4 +1,7 @@
-"""What a grammar can enforce of a JSON schema, for clients that ask for no more (`strict: false`)."""
+"""What a grammar can enforce of a JSON schema, for clients that ask for no more (`strict: false`).
+
+On the gateway's event loop: size, keywords and walks are bounded.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,54 @@ import json
 from typing import Any
 
 from slipstream.core.regex_syntax import UnenforcedError
-from slipstream.core.schema_keywords import check_schema
+from slipstream.core.schema_keywords import SELECTORS, TYPED, faults
 
-MOST_DROPPED = 16  # each costs a check of the whole schema
+MOST_CHARS = 1 << 15  # 20 ms in the worst case; a request has no bound of its own for a schema
+MOST_DROPPED = 16
+_MOST_WALKS = 3  # the second finds what refers to something that the first has taken out
 _ALLOWS_MORE = frozenset(("nullable",))  # without it the schema would forbid what it allows
-_NAMES_PROPERTIES = frozenset(("patternProperties", "allOf"))  # without them such properties would be others
+_COMBINING = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+_OF_OBJECTS = frozenset(name for name, types in TYPED.items() if types == ("object",)) | {"type"}
+# Objects have no properties but those that they name, or those that these do: without them, any.
+_NAMES_PROPERTIES = frozenset(("patternProperties", "allOf"))
+_MAY_NAME_PROPERTIES = _COMBINING | frozenset(
+    (
+        *("required", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("$dynamicRef", "$recursiveRef"),
+    )
+)
 
 
 def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     """A copy without the keywords that no grammar can hold an answer to.
 
-    Raises UnenforcedError for a keyword that cannot be left out, and for more than MOST_DROPPED.
+    Raises UnenforcedError for a keyword that cannot be left out, for more than MOST_DROPPED, and for a schema of more
+    than MOST_CHARS.
     """
-    copy: dict[str, Any] = json.loads(json.dumps(schema))
-    for _ in range(MOST_DROPPED):
-        try:
-            check_schema(copy)
+    text = json.dumps(schema)
+    if len(text) > MOST_CHARS:
+        raise UnenforcedError(f"{len(text)} characters, accepted: at most {MOST_CHARS}")
+    copy: dict[str, Any] = json.loads(text)
+    num_dropped = 0
+    for _ in range(_MOST_WALKS):
+        is_changed = False
+        for error in faults(copy):
+            if error.schema is None or error.keyword in _ALLOWS_MORE or num_dropped == MOST_DROPPED:
+                raise error
+            _drop(error.schema, error.keyword)
+            num_dropped, is_changed = num_dropped + 1, True
+        if not is_changed:
             return copy
-        except UnenforcedError as error:
-            if error.schema is None or error.keyword in _ALLOWS_MORE:
-                raise
-            del error.schema[error.keyword.replace("~1", "/").replace("~0", "~")]
-            if error.keyword in _NAMES_PROPERTIES and "properties" in error.schema:
-                error.schema.pop("unevaluatedProperties", None)
-                error.schema["additionalProperties"] = True
-    check_schema(copy)
-    return copy
+    raise UnenforcedError(f"keywords that cannot be enforced after {_MOST_WALKS} walks")
+
+
+def _drop(schema: dict[str, Any], keyword: str) -> None:
+    selector = next((name for name in SELECTORS if name in schema), "")
+    if selector in _COMBINING and keyword in _OF_OBJECTS and schema.get("properties"):
+        keyword = selector  # else what it chooses from would forbid these properties
+    del schema[keyword]
+    if "properties" not in schema or keyword not in _NAMES_PROPERTIES | _MAY_NAME_PROPERTIES:
+        return
+    schema.pop("unevaluatedProperties", None)
+    if keyword in _NAMES_PROPERTIES or "additionalProperties" not in schema:
+        schema["additionalProperties"] = True
