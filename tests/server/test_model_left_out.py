@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,33 @@ def test_the_only_model_answers(tmp_path: Path) -> None:
             assert answer("/v1/messages", messages=[message], max_tokens=9)["model"] == "llm"
             assert answer("/tokenize", prompt="ab")["count"] >= 1
             assert answer("/v1/embeddings", input="x")["model"] == "encoder"
+
+
+def test_a_model_that_restarts_is_not_replaced_by_another(tmp_path: Path) -> None:
+    with FakeTriton({"llm": checkpoint(tmp_path), "other": {}}) as triton, GatewayProcess(triton.url, []) as running:
+        client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
+
+        def ask() -> object:
+            return client.post("/v1/completions", cast_to=dict, body={"prompt": SCRIPT, "request_id": "mine"})
+
+        def forget_models(*names: str) -> None:
+            for name in names:
+                del triton.models[name]
+            time.sleep(0.3)  # as old as what clients ask for may be
+            client.get("/v1/models", cast_to=dict)
+
+        with pytest.raises(openai.BadRequestError, match="accepted: llm, other") as refused:
+            ask()
+        assert refused.value.response.headers["x-request-id"] == "mine"
+        forget_models("llm")
+        with pytest.raises(openai.BadRequestError, match="accepted: llm, other"):
+            ask()
+    with FakeTriton({"llm": checkpoint(tmp_path)}) as triton, GatewayProcess(triton.url, []) as running:
+        client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
+        assert ask()
+        forget_models("llm")
+        with pytest.raises(openai.InternalServerError, match="'llm' is not ready"):
+            ask()
 
 
 def test_without_models_the_answer_may_be_another_one_later() -> None:

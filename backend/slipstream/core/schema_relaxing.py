@@ -1,6 +1,6 @@
 """What a grammar can enforce of a JSON schema, for clients that ask for no more (`strict: false`).
 
-On the gateway's event loop: size, keywords and walks are bounded.
+On the gateway's event loop, if the request is small or has failed: size, keywords and walks are bounded.
 """
 
 from __future__ import annotations

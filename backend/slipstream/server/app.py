@@ -228,8 +228,8 @@ async def _note(body: NamedRequest, request: Request) -> list[str]:
     """Name the request for log and engine, and its model if it names none, and say what of it is ignored: these. Raises
     ApiError for a field not served."""
     record = request.state.record
-    body.model = body.model or await only_model(request.app.state.gateway, body)
     record.adopt_id(body.request_id or "")
+    body.model = body.model or await only_model(request.app.state.gateway, body)
     body.request_id, record.model = record.request_id, body.model
     fields = unknown_fields(body, request.app.state.gateway.options.is_strict)
     if fields:

@@ -134,6 +134,13 @@ class Catalog:
         await self._refresh(force=True)
         return list(self._models.values())
 
+    async def generating(self) -> set[str]:
+        """Triton's names of the models that generate text, with those that were ready and are being restarted."""
+        await self._refresh(force=not self._models)
+        gone = [name for name, last in self._last_ready.items() if last < self._refreshed]
+        away = {name for name in gone if name in self._states or self._has_just_gone(name)}
+        return away | {model.triton_name for model in self._models.values()}
+
     async def find(self, name: str) -> Model:
         """Raises ApiError: 404 for an unknown name, 503 for a model that is being loaded or restarted."""
         await self._refresh(force=name not in self._models)
@@ -142,7 +149,7 @@ class Catalog:
             return model
         target = self._options.aliases.get(name, name)
         state = self._states.get(target, "")
-        if not state and time.monotonic() - self._last_ready.get(target, -RESTART_S) < RESTART_S:
+        if not state and self._has_just_gone(target):
             state = "it was unloaded a moment ago, perhaps to be restarted"
         if state:
             message = f"The model {name!r} is not ready: {state}"
@@ -150,6 +157,10 @@ class Catalog:
         if target in self._options.embedding_models:
             raise model_not_found(name, list(self._models), "gives embeddings and no text; models that write are")
         raise model_not_found(name, list(self._models))
+
+    def _has_just_gone(self, target: str) -> bool:
+        """target: none that is ready."""
+        return time.monotonic() - self._last_ready.get(target, -RESTART_S) < RESTART_S
 
     async def _refresh(self, force: bool) -> None:
         now = time.monotonic()
