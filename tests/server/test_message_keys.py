@@ -108,6 +108,21 @@ def test_clients_learn_of_them(triton: FakeTriton, tmp_path: Path, is_strict: bo
         tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
         status, answer, headers = post(running, CHAT, tools, content=SCRIPT)
         assert status == 200 and "tools: the model's chat template does not show them" in headers["warning"]
+        function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+        for path, more in (
+            (CHAT, {"functions": [function], "function_call": "none"}),
+            (
+                "/v1/responses",
+                {"messages": None, "input": SCRIPT, "tools": [{"type": "function", **function}], "tool_choice": "none"},
+            ),
+            (
+                "/v1/messages",
+                {"max_tokens": 9, "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}},
+            ),
+        ):
+            status, answer, headers = post(running, path, more, content=SCRIPT)
+            assert status == 200, answer
+            assert "tools: the model's chat template does not show them" in headers["warning"]
         status, error, headers = post(running, TOKENIZE, content=SCRIPT, colour="red")
         assert status == 400, "it has no tokenizer"
         assert ("--strict" in error["message"]) == is_strict and (is_strict or "colour" in headers["warning"])

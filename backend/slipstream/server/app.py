@@ -27,7 +27,6 @@ from slipstream.core.errors import drop_locals
 from slipstream.server.chat import chat
 from slipstream.server.chat_page import PREFIX, answer, read_page
 from slipstream.server.completions import complete
-from slipstream.server.default_model import only_model
 from slipstream.server.embeddings import cards, embed
 from slipstream.server.errors import ApiError, error_body, model_not_found
 from slipstream.server.gateway import Gateway
@@ -37,6 +36,7 @@ from slipstream.server.lora import add_lora
 from slipstream.server.messages.endpoint import count_tokens, send
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
 from slipstream.server.metrics import Metrics, fetch, make_file
+from slipstream.server.notes import note, note_messages, note_tools
 from slipstream.server.options import GatewayOptions
 from slipstream.server.ranking import rerank, score
 from slipstream.server.readiness import ready_models
@@ -51,7 +51,6 @@ from slipstream.server.schemas import (
     EmbeddingRequest,
     ErrorBody,
     MessagesErrorBody,
-    NamedRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -61,7 +60,6 @@ from slipstream.server.sleep import add_sleep
 from slipstream.server.sse import to_json
 from slipstream.server.tokenize import detokenize, tokenize
 from slipstream.server.tracing import GatewayTracing, make_tracing
-from slipstream.server.unknown_fields import unknown_fields, unknown_message_keys, warning
 from slipstream.server.validation import explain
 
 logger = logging.getLogger(__name__)
@@ -159,36 +157,37 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False,
 def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        await _note_messages(body, request)
+        await note_messages(body, request)
         with naming_fields_as_asked(body):
             return await chat(request.app.state.gateway, body, request)
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
         with naming_fields_as_asked(body):
             return await complete(request.app.state.gateway, body, request)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
         return await embed(request.app.state.gateway, body, request)
 
     @app.post("/v1/score", responses=_ERRORS)
     async def scores(body: ScoreRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
         return JSONResponse(await score(request.app.state.gateway, body, request))
 
     @app.post("/v1/rerank", responses=_ERRORS)
     async def ranks(body: RerankRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
         return JSONResponse(await rerank(request.app.state.gateway, body, request))
 
 
 def _add_other_apis(app: FastAPI) -> None:
     @app.post("/v1/responses", responses=_STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
+        await note_tools(body, request)
         with naming_fields_as_asked(body):
             return await respond(request.app.state.gateway, body, request)
 
@@ -202,52 +201,27 @@ def _add_other_apis(app: FastAPI) -> None:
 
     @app.post("/v1/messages", responses={**_STREAMED, **_MESSAGES_ERRORS})
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
+        await note_tools(body, request)
         with naming_fields_as_asked(body):
             return await send(request.app.state.gateway, body, request)
 
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS)
     async def message_tokens(body: CountTokensRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
         return await count_tokens(request.app.state.gateway, body, request)
 
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def token_ids(body: TokenizeRequest, request: Request) -> Response:
-        await _note_messages(body, request)
+        await note_messages(body, request)
         return await tokenize(request.app.state.gateway, body, request)
 
     @app.post("/detokenize", responses=_ERRORS)
     async def text(body: DetokenizeRequest, request: Request) -> Response:
-        await _note(body, request)
+        await note(body, request)
         return await detokenize(request.app.state.gateway, body, request.state.lease.owner)
-
-
-async def _note(body: NamedRequest, request: Request) -> list[str]:
-    """Name the request for log and engine, and its model if it names none, and say what of it is ignored: these. Raises
-    ApiError for a field not served."""
-    record = request.state.record
-    record.adopt_id(body.request_id or "")
-    body.model = body.model or await only_model(request.app.state.gateway, body)
-    body.request_id, record.model = record.request_id, body.model
-    fields = unknown_fields(body, request.app.state.gateway.options.is_strict)
-    if fields:
-        record.warning = warning(body, fields)
-    return fields
-
-
-async def _note_messages(body: ChatRequest | TokenizeRequest, request: Request) -> None:
-    """As _note, and of the messages, too: the model's template says which of their keys have a use."""
-    fields, gateway = await _note(body, request), request.app.state.gateway
-    if body.tools or any(message.model_extra for message in body.messages or ()):
-        template = (await gateway.catalog.find(body.model)).template
-        words = template.words if template is not None else frozenset()
-        fields += unknown_message_keys(body, body.messages or (), words, gateway.options.is_strict)
-        notes = [warning(body, fields)] if fields else []
-        if body.tools and template is not None and not template.shows_tools:
-            notes.append("tools: the model's chat template does not show them")
-        request.state.record.warning = "; ".join(notes)
 
 
 def _add_models(app: FastAPI) -> None:
