@@ -198,6 +198,15 @@ def test_a_text_that_grows_by_each_message_is_not_copied_without_bound(sign: str
     assert error.value.status_code == 400 and error.value.param == "messages"
 
 
+def test_arguments_that_are_added_to_a_text_count_as_it_does() -> None:
+    source = "{% set ns = namespace(text='') %}{% for message in messages %}{% for call in message.tool_calls %}"
+    source += "{% set ns.text = ns.text + call.function.arguments %}{% endfor %}{% endfor %}{{ ns.text | length }}"
+    template, call = ChatTemplate(source, {}), {"function": {"arguments": ArgumentObject({}, "{" + " " * 10_000 + "}")}}
+    assert template.render([{"role": "assistant", "tool_calls": [call] * 10}]) == "100020"
+    with pytest.raises(ApiError, match=f"{MAX_ADDED_CHARS} on the way"):
+        template.render([{"role": "assistant", "tool_calls": [call] * 100}] * 10)
+
+
 def test_what_is_put_together_may_be_no_text() -> None:
     template = ChatTemplate("{{ 1 ~ none ~ missing ~ messages[0].content ~ (2 + 3) ~ ([1] + [2]) }}", {})
     assert template.render([{"role": "user", "content": "é"}]) == "1Noneé5[1, 2]"

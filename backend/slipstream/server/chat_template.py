@@ -100,9 +100,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _Sums().visit(super()._parse(source, name, filename)).set_environment(self)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, str) and isinstance(right, str):
-            context[_ADDED].take(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
+        added = super().call_binop(context, operator, left, right)
+        if isinstance(added, str):  # also of a text and an ArgumentObject
+            context[_ADDED].take(len(added))
+        return added
 
 
 @jinja2.pass_context
