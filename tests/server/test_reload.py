@@ -67,6 +67,22 @@ def prompt_of(running: GatewayProcess, model: str) -> tuple[list[int], str]:
     return ids, post("/detokenize", tokens=ids)["prompt"]
 
 
+@pytest.mark.parametrize("text", [b"{", b'"\xff"'])
+def test_clients_are_not_told_where_files_lie(triton: FakeTriton, tmp_path: Path, text: bytes, caplog: Any) -> None:
+    (tmp_path / "first/tokenizer_config.json").write_bytes(text)
+
+    async def run() -> Model:
+        link = TritonLink(triton.url)
+        try:
+            return await Catalog(GatewayOptions(), link).find("llm")
+        finally:
+            await link.close()
+
+    model = asyncio.run(run())
+    assert model.template is None and "its chat template cannot be read (internal error" in model.no_template
+    assert str(tmp_path) not in model.no_template and f"{tmp_path}/first/tokenizer_config.json" in caplog.text
+
+
 def test_a_model_loaded_anew_is_described_anew(
     triton: FakeTriton, checkpoints: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

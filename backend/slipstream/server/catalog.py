@@ -8,6 +8,7 @@ have changed by then is described anew; requests under way keep the `Model` with
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from slipstream.core.checkpoint_length import checkpoint_length
 from slipstream.core.config import CacheConfig, ServingConfig
 from slipstream.core.control import LIST_LORA
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, internal_error
 from slipstream.core.generation_config import read_generation_config
 from slipstream.core.numerals import read_whole
 from slipstream.server.chat_template import TOOL_TEMPLATE, ChatTemplate, load_template
@@ -28,6 +29,7 @@ from slipstream.server.reasoning import select_reasoning
 from slipstream.server.tools.select import ToolFormat, select_format
 from slipstream.server.triton import TritonLink
 
+logger = logging.getLogger(__name__)
 REFRESH_S = 10.0
 ADAPTERS_TIMEOUT_S = 5.0  # a model that hangs must not keep the names of others waiting
 RESTART_S = 60.0  # a restarting engine appears as an unloaded model on servers before 26.03
@@ -260,10 +262,8 @@ class Catalog:
         try:
             model.template = load_template(folder, self._options.chat_template)
             model.no_template = "" if model.template else "its checkpoint has no chat template; use /v1/completions"
-        except ConfigError as error:
-            model.no_template = f"its chat template cannot be used: {error.field}: {error}"
-        except (OSError, UnicodeDecodeError) as error:  # perhaps it is being written
-            model.no_template = f"its chat template cannot be read: {error}"
+        except (ConfigError, OSError, UnicodeDecodeError) as error:  # perhaps it is being written
+            model.no_template = _no_template(error)
         model.max_model_len = _max_model_len(model.settings, folder)
         model.max_new_tokens = _max_new_tokens(model.settings, checkpoint) if checkpoint is not None else 0
         model.tokenizer = ModelTokenizer(folder)
@@ -290,6 +290,13 @@ class Catalog:
             if value and (cached := _hub_folder(value)) is not None:
                 return cached
         return self._options.checkpoints.get("")
+
+
+def _no_template(error: Exception) -> str:
+    """For clients, who learn what is wrong with a template, but not where files lie."""
+    if isinstance(error, ConfigError) and error.field == "chat_template":
+        return f"its chat template cannot be used: {error}"
+    return f"its chat template cannot be read ({internal_error(logger, 'a chat template was not read', error)})"
 
 
 def _settings(config: Any) -> dict[str, str]:
