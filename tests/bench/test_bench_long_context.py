@@ -25,7 +25,8 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < whole["cached"] == limited["cached"] <= 100
     assert whole["limit_tokens"] == 256 and limited["limit_tokens"] == 64
     assert by_ratio["step_ratio"] == 50 and by_ratio["step_ms"] == 0 and by_ratio["p99_ratio"] > 0
-    assert limited["steps"] > 2 * whole["steps"] and limited["during_ms"]["p50"] < whole["during_ms"]["max"]
+    assert limited["steps"] > 2 * whole["steps"]
+    assert all(0 < run["during_ms"]["p50"] <= run["during_ms"]["max"] for run in (whole, limited))
 
 
 def test_gaps_are_compared_with_quiet_ones_of_their_time() -> None:
