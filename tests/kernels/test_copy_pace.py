@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ KERNELS = (
     "mixed_gemm_pairs",
     "mixed_gemm_w4a8",
 )
+LAUNCHED_BY = {"mixed_gemm_pairs": "mixed_gemm_w4a16"}  # modules
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -57,11 +58,20 @@ def test_pace_is_a_little_less_than_an_sm_gets(
         dependent_launch.copy_pace.cache_clear()
 
 
+def module_that_launches(kernel: str) -> ModuleType:
+    return importlib.import_module(f"slipstream_kernels.gemm.cuda.{LAUNCHED_BY.get(kernel, kernel)}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_module_that_launches_asks_for_the_pace(kernel: str) -> None:
+    assert callable(module_that_launches(kernel).copy_pace)
+
+
 @needs_hopper
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results_do_not_depend_on_the_pace(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph, where each product comes up while the one before still runs. 1: slower than any of them takes."""
-    module = importlib.import_module(f"slipstream_kernels.gemm.cuda.{kernel}")
+    module = module_that_launches(kernel)
     torch.manual_seed(0)
     product, results = product_by(kernel), []
     asked: list[int] = []

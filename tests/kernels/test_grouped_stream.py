@@ -53,7 +53,8 @@ def operands(
 ) -> tuple[torch.Tensor | Fp8Rows, LinearWeight, tuple[torch.Tensor, torch.Tensor]]:
     """(rows, weights, what both stand for)"""
     if kind == "plain":
-        return x, plain_weight(weight), (x.double(), weight.double())
+        held = plain_weight(weight, counters=ops.expert_counters(weight.device))
+        return x, held, (x.double(), weight.double())
     if kind == "fp8 blocks":
         return by_blocks(x, weight)
     rows, stored = ops.quantize_fp8(x), ops.quantize_fp8(weight.flatten(0, 1))
