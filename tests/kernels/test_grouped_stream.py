@@ -74,7 +74,7 @@ def by_blocks(x: torch.Tensor, weight: torch.Tensor) -> tuple[Fp8Rows, LinearWei
         scales[expert, :, : found.shape[1]] = found
     num_experts, out_features, in_features = weight.shape
     kind = WeightKind("fp8_block", out_features, in_features, values.dtype, values.device, 128, FP8_ROWS, num_experts)
-    held = LinearWeight(kind, values, scales, counters=torch.zeros(2, dtype=torch.int32, device=weight.device))
+    held = LinearWeight(kind, values, scales, counters=ops.expert_counters(weight.device))
     spread = scales.double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :out_features, :in_features]
     of_rows = rows.scales[: len(x)].double().repeat_interleave(128, 1)
     return rows, held, (rows.values[: len(x)].double() * of_rows, values.double() * spread)

@@ -17,7 +17,7 @@ from slipstream_kernels.cuda.device import count_sms, hopper_refusal
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import copy_pace, launches_dependently
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
-from slipstream_kernels.gemm.linear_weight import LinearWeight
+from slipstream_kernels.gemm.linear_weight import LinearWeight, expert_counters
 from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
@@ -94,7 +94,7 @@ def grouped_mm(
     if not routing.num_rows:
         return out
     by_blocks = weight.scales is not None and weight.scales.dim() == 3
-    counters = torch.zeros(2, dtype=torch.int32, device=device) if weight.counters is None else weight.counters
+    counters = expert_counters(device) if weight.counters is None else weight.counters
     operands = {"x": rows, "x_scale": x_scale, "weight": weight.tensor, "scale": weight.scales, "out": out}
     order = {"tokens": routing.tokens if by_token else None, "offsets": routing.offsets, "counters": counters}
     params = GroupedStreamParams(
