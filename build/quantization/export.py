@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from slipstream.nn.checkpoint_path import TEMPLATE_FOLDER
+from slipstream.nn.checkpoint_path import copy_templates
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.latent_attention import LatentAttention
 from slipstream.nn.models.family import FAMILIES
@@ -92,8 +92,7 @@ def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, st
     for path in model.iterdir():
         if path.is_file() and path.suffix not in NOT_COPIED and path.name not in ("config.json", INDEX_FILE):
             shutil.copy(path, output / path.name)
-    if (model / TEMPLATE_FOLDER).is_dir():
-        shutil.copytree(model / TEMPLATE_FOLDER, output / TEMPLATE_FOLDER)
+    copy_templates(model, output)
     config = json.loads((model / "config.json").read_text())
     said = plan.config(_quantised(decoder, names), Kept(_kept(decoder, names), _layers_beyond(decoder, headers)))
     (output / "config.json").write_text(json.dumps({**config, "quantization_config": said}, indent=2) + "\n")

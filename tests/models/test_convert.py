@@ -15,9 +15,9 @@ import torch
 from paged_forward import PagedForward
 from slipstream import LLM
 from slipstream.cli import main
+from slipstream.core.chat_messages import TEMPLATE_FOLDER
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.checkpoint_path import TEMPLATE_FOLDER
 from slipstream.nn.convert import pickled, pieces, sentencepiece_model, tokenizer
 from slipstream.nn.convert.folder import convert_folder
 from slipstream.nn.convert.tokenizer import CHATGLM2_TOKENS, CHATGLM3_ROLES

@@ -16,8 +16,8 @@ from packed_text import make_packed_text
 from quantise_tiny import quantise
 from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
 from safetensors.torch import load_file, save_file
+from slipstream.core.chat_messages import TEMPLATE_FOLDER
 from slipstream.core.errors import ConfigError
-from slipstream.nn.checkpoint_path import TEMPLATE_FOLDER
 from tiny_checkpoints import make_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.core.errors import RequestError
 
+TEMPLATE_FOLDER = "additional_chat_templates"  # of a checkpoint: chat templates beside the usual one, as for tools
 _TEXT_KINDS = ("text",)
 
 

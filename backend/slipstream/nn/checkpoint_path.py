@@ -5,11 +5,12 @@ Any process; no state. Imports no torch: the tokenize and detokenize tasks are s
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from slipstream.core.chat_messages import TEMPLATE_FOLDER
 from slipstream.core.errors import ConfigError
 
-TEMPLATE_FOLDER = "additional_chat_templates"  # chat templates beside the usual one, as for tools
 _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _TOKENIZER_NAMES = ("*token*", "vocab.*", "*.model", "*.tiktoken")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
@@ -82,3 +83,9 @@ def _fetch(field: str, name: str, files: tuple[str, ...]) -> Path:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         told = f"no such folder, and not to be had from the hub: {reason}"
         raise ConfigError(field, name, f"{told}; {_ACCEPTED}") from error
+
+
+def copy_templates(model: Path, output: Path) -> None:
+    """The chat templates that a checkpoint has beside the usual one, to another checkpoint."""
+    if (model / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(model / TEMPLATE_FOLDER, output / TEMPLATE_FOLDER)

@@ -24,6 +24,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from slipstream.core.chat_messages import TEMPLATE_FOLDER
 from slipstream.core.errors import ConfigError, internal_error
 from slipstream.server.errors import ApiError
 from slipstream.server.tools.system_tools import reads_system_tools, with_system_tools
@@ -31,7 +32,7 @@ from slipstream.server.tools.system_tools import reads_system_tools, with_system
 logger = logging.getLogger(__name__)
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+TOOL_TEMPLATE = f"{TEMPLATE_FOLDER}/tool_use.jinja"
 _NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?[nN]one\b")  # a template that asks whether there is a content
 _CONTINUE = "\u2400continue\u2400"
 # Among the variables, the room of all indented JSON of a prompt and of all texts that are put together by +.
@@ -131,7 +132,8 @@ class ChatTemplate:
         self.source, self.tool_source = source, tool_source or source
         # among them every key of a message that a template names
         self.words = frozenset(re.findall(r"\w+", f"{source} {self.tool_source}"))
-        self._template, self._tool_template = _compiled(source), _compiled(self.tool_source)
+        self._template = _compiled(source)
+        self._tool_template = self._template if self.tool_source == source else _compiled(self.tool_source)
         names = meta.find_undeclared_variables(_environment().parse(self.tool_source))
         self._reads_system_tools = "tools" not in names and reads_system_tools(self.tool_source)
         self.shows_tools = "tools" in names or self._reads_system_tools

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.checkpoint_path import TEMPLATE_FOLDER
+from slipstream.nn.checkpoint_path import copy_templates
 from slipstream.nn.convert.output import new_folder, read_json_if_there, write_json, write_shards
 from slipstream.nn.convert.pickled import pickled_files, read_pickled
 from slipstream.nn.convert.tokenizer import convert_tokenizer, has_tokenizer_to_convert
@@ -41,8 +41,7 @@ def convert_folder(folder: Path, output: Path) -> None:
             write_json(built / "config.json", {key: value for key, value in config.items() if key != "auto_map"})
         index = [folder / "model.safetensors.index.json"] if weights else []
         _link(built, [*weights, *index, *(folder / name for name in _COPIED), *folder.glob("*.jinja")])
-        if (folder / TEMPLATE_FOLDER).is_dir():
-            shutil.copytree(folder / TEMPLATE_FOLDER, built / TEMPLATE_FOLDER)
+        copy_templates(folder, built)
         if pickled:
             write_shards(read_pickled(pickled), built)
 
