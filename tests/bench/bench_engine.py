@@ -17,11 +17,9 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
@@ -34,7 +32,6 @@ from measures import (  # noqa: E402
     Prompt,
     Record,
     add_settings,
-    draw_prompts,
     emit,
     numbers,
     parser_of,
@@ -45,6 +42,7 @@ from slipstream.core.config_parse import config_from_values  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
 from slipstream.engine.engine import Engine  # noqa: E402
+from step_profile import measure_profile, profile_missed  # noqa: E402
 
 GIB = 1 << 30
 TOKENIZER = ROOT / "models/slipstream-demo-code"  # an engine wants one; nothing is decoded
@@ -98,90 +96,6 @@ class EngineBench:
         return elapsed
 
 
-def measure_profile(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
-    """Where the time of a decode step goes: kernels by name, the GPU's idle share, the engine thread's CPU time, and
-    launch_us, from the step's schedule until it is launched."""
-    for batch in arguments.profile_batches:
-        requests = bench.submit(draw_prompts(bench.shape, batch, arguments.contexts[0]), 100)
-        while min(request.num_output_tokens for request in requests) < 20:
-            bench.engine.step()
-        with _launches(bench.engine) as launches:
-            cpu, wall = time.thread_time(), time.perf_counter()
-            for _ in range(20):
-                bench.engine.step()
-            host_us, step_us = (
-                (now - then) / 20 * 1e6 for now, then in ((time.thread_time(), cpu), (time.perf_counter(), wall))
-            )
-        times = {"step_us": round(step_us), "host_cpu_us": round(host_us), "launch_us": round(sum(launches) / 20 * 1e6)}
-        kernels = _kernels(bench)
-        while bench.engine.has_work:
-            bench.engine.step()
-        yield {"what": "profile", "batch": batch, **times, **kernels}
-
-
-def _kernels(bench: EngineBench) -> Record:
-    """Of 20 steps; nothing on a CPU."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    if not torch.cuda.is_available():
-        return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(20):
-            bench.engine.step()
-    return _summary(profiler)
-
-
-@contextmanager
-def _launches(engine: Engine) -> Iterator[list[float]]:
-    """Seconds of a step from its schedule to its launch, in two parts."""
-    found: list[float] = []
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            made = call(*arguments, **options)
-            found.append(time.perf_counter() - start)
-            return made
-
-        return run
-
-    calls: list[tuple[object, str]] = [(engine.scheduler, "schedule"), (engine, "_launch")]
-    for owner, name in calls:
-        setattr(owner, name, timed(getattr(owner, name)))
-    try:
-        yield found
-    finally:
-        for owner, name in calls:
-            delattr(owner, name)  # the class's is seen again
-
-
-def _summary(profiler: Any, num_steps: int = 20) -> Record:
-    """Busy is the union of all kernels' and copies' spans; a gap is a time of no kernel."""
-    events = [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
-    if not spans:
-        return {"kernels": {}}
-    by_name: dict[str, list[float]] = {}
-    gaps, end = [], spans[0][0]
-    for start, stop, name in spans:
-        if start > end:
-            gaps.append(start - end)
-        end = max(end, stop)
-        by_name.setdefault(name[:70], []).append(stop - start)
-    window = end - spans[0][0]
-    largest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:25]
-    return {
-        "idle": round(sum(gaps) / window, 4),
-        "idle_in_gaps_above_4_us": round(sum(gap for gap in gaps if gap > 4) / window, 4),
-        "longest_gaps_us": [round(gap, 1) for gap in sorted(gaps)[-5:]],
-        "kernels_per_step": round(len(spans) / num_steps, 1),
-        "us_per_step": {
-            name: [round(sum(times) / num_steps, 1), round(len(times) / num_steps, 1)] for name, times in largest
-        },
-    }
-
-
 def memory_of(engine: Engine) -> Record:
     """What the memory plan has for this rank, and what the driver has given away in all, in GiB; nothing of a CPU.
 
@@ -229,7 +143,8 @@ def main() -> None:
         setup = {"load_s": load_s, "phases": phases, "memory": memory_of(bench.engine)}
         emit({**settings, "what": "setup", **setup}, arguments.out)
         profile: Measure = measure_profile  # type: ignore[assignment]  # steps the engine itself
-        run(bench, arguments, settings, {"profile": profile, "streams": STREAMS})
+        missed = partial(profile_missed, bench, arguments.profile_below)
+        run(bench, arguments, settings, {"profile": profile, "streams": STREAMS}, missed)
         emit({**settings, "what": "memory", **memory_of(bench.engine)}, arguments.out)
 
 

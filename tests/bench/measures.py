@@ -10,7 +10,6 @@ line. Standard library only, so that it runs beside any engine.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -82,29 +81,44 @@ def measure_prefill(bench: Bench, arguments: argparse.Namespace) -> Iterator[Rec
 
 
 def measure_decode(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
-    short, long = arguments.decode_short, arguments.decode_long
-    for context, batch in itertools.product(arguments.contexts, arguments.batches):
-        if arguments.most_tokens and batch * context > arguments.most_tokens:
-            continue
-        if batch * in_blocks(context + long) > bench.pool_tokens:
-            yield {"what": "decode", "batch": batch, "context": context, "skipped": "the KV cache does not hold it"}
-            continue
-        prompts = draw_prompts(bench.shape, batch, context)
-        for _ in range(1 + arguments.prefix_caching):  # the second begins with cached prompts, as those that are timed
-            bench.timed(prompts, 8)
-        steps = _until_they_agree(partial(_step_seconds, bench, prompts, short, long), arguments.decode_repeats)
-        seconds = statistics.median(steps)
-        bytes_per_s = arguments.memory_tb_s * 1e12
-        limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes, bytes_per_s)
-        yield {
-            "what": "decode",
-            "batch": batch,
-            "context": context,
-            "tpot_ms": round(seconds * 1e3, 4),
-            "tpot_ms_all": [round(step * 1e3, 4) for step in steps],
-            "out_tok_s": round(batch / seconds, 1),
-            "limit": round(limit / seconds, 3),
-        }
+    for context in arguments.contexts:
+        prompts: list[Prompt] = []  # the most of this context so far: those that a prefix cache knows
+        for batch in arguments.batches:
+            cell = {"what": "decode", "batch": batch, "context": context}
+            if reason := _why_not(bench, arguments, batch, context):
+                yield {**cell, "skipped": reason}
+                continue
+            is_new = batch > len(prompts)
+            if is_new:
+                prompts = draw_prompts(bench.shape, batch, context)
+            # prompts that are computed want a second run, which begins with cached ones as those that are timed do
+            for _ in range(1 + (arguments.prefix_caching and is_new)):
+                bench.timed(prompts[:batch], 8)
+            yield {**cell, **_decode_figures(bench, arguments, prompts[:batch], context)}
+
+
+def _why_not(bench: Bench, arguments: argparse.Namespace, batch: int, context: int) -> str:
+    """Why a decode is left out; "" if it is measured."""
+    if arguments.most_tokens and batch * context > arguments.most_tokens:
+        return f"more than --most-tokens {arguments.most_tokens}"
+    if context + arguments.decode_long > bench.max_model_len:
+        return f"longer than the {bench.max_model_len} tokens of a request"
+    does_fit = batch * in_blocks(context + arguments.decode_long) <= bench.pool_tokens
+    return "" if does_fit else "the KV cache does not hold it"
+
+
+def _decode_figures(bench: Bench, arguments: argparse.Namespace, prompts: list[Prompt], context: int) -> Record:
+    short, long, batch = arguments.decode_short, arguments.decode_long, len(prompts)
+    steps = _until_they_agree(partial(_step_seconds, bench, prompts, short, long), arguments.decode_repeats)
+    seconds = statistics.median(steps)
+    bytes_per_s = arguments.memory_tb_s * 1e12
+    limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes, bytes_per_s)
+    return {
+        "tpot_ms": round(seconds * 1e3, 4),
+        "tpot_ms_all": [round(step * 1e3, 4) for step in steps],
+        "out_tok_s": round(batch / seconds, 1),
+        "limit": round(limit / seconds, 3),
+    }
 
 
 def _step_seconds(bench: Bench, prompts: list[Prompt], short: int, long: int) -> float:
@@ -184,8 +198,9 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-def read_records(path: Path | None) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path else []
+def read_records(path: Path) -> list[Record]:
+    """Without a last line that its program was killed in."""
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
 
 
 def figure_of(record: Record) -> str | None:
@@ -205,12 +220,15 @@ def are_alike(one: Record, other: Record, keys: Iterable[str]) -> bool:
     return all((one.get(key) or None) == (other.get(key) or None) for key in keys)
 
 
-def add_ratio(record: Record, rival: list[Record]) -> None:
-    """ratio: how many times faster than the rival's line of the same measurement."""
+def add_ratio(record: Record, rivals: Iterable[list[Record]]) -> None:
+    """ratio: how many times faster than the fastest rival's last line of the same measurement."""
     figure = figure_of(record)
-    for other in rival:
-        if figure in other and are_alike(other, record, RATIO_KEYS):
-            record["ratio"] = round(time_ratio(other, record), 3)
+    ratios = []
+    for rival in rivals:
+        alike = [other for other in rival if figure in other and are_alike(other, record, RATIO_KEYS)]
+        ratios += [time_ratio(other, record) for other in alike[-1:]]
+    if ratios:
+        record["ratio"] = round(min(ratios), 3)
 
 
 def emit(record: Record, out: Path | None) -> None:
@@ -279,20 +297,33 @@ def parser_of(
     )
     parser.add_argument("--adapters", type=numbers, default=[], help="LoRA adapters that requests have in turns")
     parser.add_argument("--adapter-rank", type=int, default=16)
-    parser.add_argument("--rival", type=Path, help="JSON lines of another engine, for ratios (above 1: we are faster)")
+    rival = "JSON lines of another engine, for ratios (above 1: we are faster); of several the fastest counts"
+    parser.add_argument("--rival", type=Path, action="append", default=[], help=rival)
+    below = "profiles decodes whose ratio is below, six at most (bench_engine alone)"
+    parser.add_argument("--profile-below", type=float, default=0.0, metavar="RATIO", help=below)
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file")
     return parser
 
 
-def run(bench: Bench, arguments: argparse.Namespace, settings: Record, more: dict[str, Measure] | None = None) -> None:
-    """Warm up, then every measurement that was asked for."""
-    rival = read_records(arguments.rival)
+def run(
+    bench: Bench,
+    arguments: argparse.Namespace,
+    settings: Record,
+    more: dict[str, Measure] | None = None,
+    after: Callable[[list[Record]], Iterable[Record]] = lambda records: (),
+) -> None:
+    """Warm up, then every measurement that was asked for. after: what is measured once a measurement's lines are."""
+    rivals = [read_records(path) for path in arguments.rival]
     for count in arguments.adapters or [0]:
         bench.num_adapters = count
         with_adapters = {"adapters": count} if arguments.adapters else {}
         warm_up(bench)
         for name in arguments.measure.split(","):
+            records = []
             for record in {**MEASURES, **(more or {})}[name](bench, arguments):
                 record |= with_adapters
-                add_ratio(record, rival)
+                add_ratio(record, rivals)
                 emit({**settings, **record}, arguments.out)
+                records.append(record)
+            for record in after(records):
+                emit({**settings, **record, **with_adapters}, arguments.out)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measures import measure_decode
 from shapes import SHAPES
 from slipstream.worker.memory_plan import MemoryPlan, StageMemory
+from step_profile import profile_missed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +62,43 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"plan", "weights", "KV pool"} <= set(records["setup"]["phases"])
 
 
+def test_decodes_that_miss_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of the rivals counts: of four cells one is slower than it, and one it has not."""
+    cells = [(8, 2, 1e-6), (8, 1, 1e6), (16, 2, 1e6), (16, 1, 1e6)]
+    lines = [json.dumps({"what": "decode", "context": c, "batch": b, "tpot_ms": ms}) + "\n" for c, b, ms in cells[:3]]
+    fast, slow, out = tmp_path / "fast.jsonl", tmp_path / "slow.jsonl", tmp_path / "ours.jsonl"
+    fast.write_text("".join(lines) + '{"what": "dec')  # its program was killed
+    slow.write_text(json.dumps({"what": "decode", "context": 8, "batch": 2, "tpot_ms": 1e6}) + "\n")
+    sizes = "--measure decode --batches 2,1 --contexts 8,16 --decode-short 2 --decode-long 5 --decode-repeats 1"
+    more = "--max-model-len 128 --max-num-batched-tokens 256 --prefix-caching --profile-below 1.05"
+    options = f"--shape demo {sizes} {more} --set device=cpu --set memory_bytes=50000000 --rival {slow} --rival {fast}"
+    monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split(), "--out", str(out)])
+    monkeypatch.setattr("measures._step_seconds", lambda *others: 0.01)  # the host's clock has a say in no ratio
+    _load().main()
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    decodes = {(r["context"], r["batch"]): r.get("ratio") for r in records if r["what"] == "decode"}
+    assert decodes == {(8, 2): 0.0, (8, 1): 1e5, (16, 2): 1e5, (16, 1): None}
+    [profile] = [record for record in records if record["what"] == "profile"]
+    assert (profile["context"], profile["batch"]) == (8, 2) and 0 < profile["launch_us"] < profile["step_us"]
+    assert [r["what"] for r in records].index("profile") > max(
+        i for i, r in enumerate(records) if r["what"] == "decode"
+    )
+
+
+def test_the_slowest_cells_are_profiled_and_those_without_room_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = SimpleNamespace(max_model_len=4096, pool_tokens=64 * 1088)
+    monkeypatch.setattr(
+        "step_profile.profile_of", lambda bench, batch, context, steps: {"batch": batch, "context": context}
+    )
+    cells = [(batch, 1024, 0.9 + batch / 100) for batch in (1, 2, 3, 4, 5, 6, 7, 8, 30)] + [(65, 1024, 0.5)]
+    records = [{"what": "decode", "batch": b, "context": c, "ratio": ratio} for b, c, ratio in cells]
+    records += [{"what": "decode", "batch": 9, "context": 1024}, {"what": "decode", "batch": 9, "skipped": "no room"}]
+    without_room, *others = profile_missed(bench, 1.05, records)
+    assert without_room["batch"] == 65 and "no room" in without_room["skipped"]
+    assert [record["batch"] for record in others] == [1, 2, 3, 4, 5]
+    assert list(profile_missed(bench, 0.0, records)) == []
+
+
 def test_requests_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = "--measure batch --batches 3 --input-len 4 --output-len 4 --decode-short 2 --max-model-len 64"
     options = f"--shape demo {sizes} --adapters 0,2 --adapter-rank 4 --set device=cpu --set memory_bytes=50000000"
@@ -81,9 +119,35 @@ def test_a_step_is_what_more_tokens_take() -> None:
     assert (record["context"], longer["context"]) == (8, 16)
     assert (record["tpot_ms"], record["out_tok_s"], record["batch"]) == (10, 200, 2)
     assert skipped["batch"] == 200 and "does not hold it" in skipped["skipped"]
-    asked |= {"batches": [15, 16, 30], "contexts": [16], "most_tokens": 300}
+    asked |= {"batches": [15, 16, 30], "contexts": [16, 64], "most_tokens": 300}
     found = list(measure_decode(bench, Namespace(**asked)))
-    assert [(record["batch"], "skipped" in record) for record in found] == [(15, False), (16, True)], "blocks of 64"
+    why = [record.get("skipped", "") for record in found]
+    assert why[:3] == ["", "the KV cache does not hold it", "more than --most-tokens 300"], "blocks of 64"
+    assert all("tokens" in reason for reason in why[3:]) and len(why) == 6
+
+
+def test_prompts_that_are_cached_are_warmed_up_once() -> None:
+    """Those of a smaller batch are the first of a larger one's, those of a longer context are new."""
+    bench = SimpleNamespace(shape=SHAPES["demo"], max_model_len=64, pool_tokens=10000)
+    warm_ups: list[tuple[int, int]] = []
+    seen: dict[int, list[list[int]]] = {}
+
+    def timed(prompts: list[list[int]], num_output: int) -> float:
+        if num_output == 8:
+            warm_ups.append((len(prompts[0]), len(prompts)))
+        first = seen.setdefault(len(prompts[0]), prompts)
+        assert prompts[:2] == first[: len(prompts)][:2]
+        return 0.01 * num_output
+
+    bench.timed = timed
+    asked = {"decode_short": 2, "decode_long": 5, "contexts": [8, 16], "batches": [4, 2, 3], "decode_repeats": 1}
+    asked |= {"prefix_caching": True, "most_tokens": 0, "weight_bytes": 2, "kv_bytes": 2, "memory_tb_s": 4.3}
+    list(measure_decode(bench, Namespace(**asked)))
+    assert warm_ups == [(length, batch) for length in (8, 16) for batch in (4, 4, 2, 3)]
+    assert [prompt[:8] for prompt in seen[16]] == seen[8]
+    warm_ups.clear()
+    list(measure_decode(bench, Namespace(**{**asked, "prefix_caching": False, "batches": [2, 4]})))
+    assert warm_ups == [(length, batch) for length in (8, 16) for batch in (2, 4)]
 
 
 def test_a_repeat_in_which_something_was_compiled_does_not_count() -> None:
