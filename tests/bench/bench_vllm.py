@@ -96,6 +96,12 @@ def engine_options(arguments: argparse.Namespace, shape: Shape, folder: Path) ->
     }
 
 
+def graph_sizes(arguments: argparse.Namespace) -> list[int]:
+    """Batches that are measured are not padded. Where requests end one by one, sizes between are needed, too."""
+    batches = {batch for batch in arguments.batches if batch <= arguments.max_num_seqs}
+    return sorted(batches if arguments.measure == "decode" and batches else {*GRAPH_SIZES, *batches})
+
+
 class VllmBench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM
@@ -103,6 +109,7 @@ class VllmBench:
         self.shape = shape_of(arguments.shape, arguments.layers)
         self.temperature = arguments.temperature
         options = engine_options(arguments, self.shape, folder)
+        options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(arguments)}
         self.max_model_len = options["max_model_len"]
         self._llm = LLM(**options)
         self.num_adapters = 0
