@@ -10,6 +10,12 @@ share of the physical limit. An engine that is not installed is left out, with t
 Of `-- --measure batch` our formats stand side by side below it (format_table.py), of several shapes or contexts all
 decodes in one table (decode_grid.py).
 Options after `--` go to every engine, e.g. `-- --batches 1,8 --measure decode`.
+
+    python tests/bench/compare.py --grid --gpus 0,1 --most-seconds 900 --out results
+
+measures the grid of docs/perf.md (speed_grid.py): vLLM before Slipstream, which then profiles the cells that miss their
+aim. --shape and --formats choose among its entries. compare.json and table.md are written after every engine, so a run
+that is ended keeps what was measured.
 """
 
 from __future__ import annotations
@@ -20,20 +26,24 @@ import itertools
 import json
 import os
 import queue
-import subprocess
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import decode_grid  # noqa: E402
+import engine_table  # noqa: E402
 import format_table  # noqa: E402
-from measures import RATIO_KEYS, Record, add_settings, are_alike, figure_of, read_records, time_ratio  # noqa: E402
+import speed_grid  # noqa: E402
+from engine_process import run_program  # noqa: E402
+from engine_table import OURS, RIVAL, SERVED  # noqa: E402
+from measures import Record, add_settings, read_records  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
 
@@ -58,13 +68,6 @@ FORMATS = {
     "wint8": Format("wint8", "int8", 1.0, 1.0, "wint8"),
     "w8a8_int8": Format("w8a8_int8", "int8", 1.0, 1.0, "w8a8_int8"),
 }
-OURS, SERVED, RIVAL = "slipstream", "slipstream+triton", "vllm"
-FIGURES = {
-    "decode": ("tpot_ms", "ms/token"),
-    "prefill": ("ttft_ms", "ms"),
-    "throughput": ("out_tok_s", "tokens/s"),
-    "batch": ("out_tok_s", "tokens/s"),
-}
 
 
 def why_absent(engine: str) -> str:
@@ -79,10 +82,26 @@ def why_absent(engine: str) -> str:
     return "vLLM is not installed" if engine == RIVAL and importlib.util.find_spec("vllm") is None else ""
 
 
-def command(engine: str, shape: str, name: str, arguments: argparse.Namespace, out: Path) -> list[str]:
-    form = FORMATS[name]
-    common = ["--shape", shape, "--out", str(out), *arguments.rest]
-    common += ["--weight-bytes", str(form.weight_bytes), "--kv-bytes", str(form.kv_bytes)]
+class Task(NamedTuple):
+    """A shape and format that all engines run, one after the other, on one GPU. options: of the engines' programs."""
+
+    shape: str
+    format: str
+    options: tuple[str, ...] = ()
+    timeout_s: float = 900.0
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.shape, self.format
+
+
+def command(engine: str, task: Task, arguments: argparse.Namespace, out: Path, rivals: list[Path]) -> list[str]:
+    form = FORMATS[task.format]
+    common = ["--shape", task.shape, "--out", str(out), *task.options]
+    if engine == OURS:
+        common += ["--profile-below", str(decode_grid.least(task.format))] if arguments.grid else []
+        common += [part for path in rivals for part in ("--rival", str(path))]
+    common += [*arguments.rest, "--weight-bytes", str(form.weight_bytes), "--kv-bytes", str(form.kv_bytes)]
     if engine == RIVAL:
         kv_type = "fp8" if form.kv_cache_dtype == "fp8" else "auto"
         return ["bench_vllm.py", *common, "--format", form.rival, "--kv-cache-dtype", kv_type]
@@ -94,169 +113,181 @@ def command(engine: str, shape: str, name: str, arguments: argparse.Namespace, o
     return ["bench_engine.py" if engine == OURS else "bench_triton.py", *common]
 
 
-def measure(engine: str, shape: str, name: str, arguments: argparse.Namespace, gpu: str = "") -> list[Record]:
-    """Run one engine with one shape and format. What it measured before it failed, if it does, still counts.
-
-    gpu: the only one that it sees; "": all.
-    """
-    out = arguments.out / f"{engine.replace('+', '-')}-{shape}-{name}.jsonl"
-    out.unlink(missing_ok=True)
-    program, *options = command(engine, shape, name, arguments, out)
-    print(f"==== {engine}, {shape}, {name}", file=sys.stderr, flush=True)
-    log = out.with_suffix(".log")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else None
-    with log.open("w") as stream:
-        try:
-            done = subprocess.run(
-                [sys.executable, str(HERE / program), *options],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=arguments.timeout,
-                check=False,
-                env=environment,
-            )
-            failure = f"exit code {done.returncode}, see {log.name}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            failure = f"not done after {arguments.timeout} s"
-    common = {"shape": shape, "format": name}
-    records = [{"engine": engine, **record, **common} for record in (read_records(out) if out.exists() else [])]
-    if failure:
-        records.append({"engine": engine, **common, "what": "failed", "reason": failure})
-    return records
+def lines_of(engine: str, shape: str, name: str, arguments: argparse.Namespace) -> Path:
+    """The file of what an engine measured."""
+    path: Path = arguments.out / f"{engine.replace('+', '-')}-{shape}-{name}.jsonl"
+    return path
 
 
-def rows(records: list[Record]) -> Iterator[list[str]]:
-    """Table rows: shape and format, measurement, then a cell per engine, the share of the limit, ratios to ours."""
-    for ours in records:
-        if ours["engine"] != OURS or ours["what"] not in FIGURES or "skipped" in ours:
-            continue
-        figure, unit = FIGURES[ours["what"]]
-        context = f" at {ours['context']}" if "context" in ours else ""
-        label = {
-            "decode": f"decode, batch {ours.get('batch')}{context}",
-            "prefill": f"prefill, {ours.get('input_len')} tokens",
+class Comparison:
+    """All tasks by all engines. Threads, one a GPU, take the tasks from the top; what they find is saved after every
+    engine, for runs that are ended."""
+
+    def __init__(self, arguments: argparse.Namespace, tasks: list[Task]) -> None:
+        self._arguments, self._tasks = arguments, tasks
+        self._start = time.monotonic()
+        self._engines = arguments.engines.split(",")
+        self._absent = {engine: reason for engine in self._engines if (reason := why_absent(engine))}
+        missing = {"format": "all formats", "what": "failed"}
+        self._found: dict[tuple[str, str], list[Record]] = {
+            ("", ""): [{"engine": engine, **missing, "reason": reason} for engine, reason in self._absent.items()],
+            **{task.pair: [] for task in tasks},
         }
-        count = f"{ours.get('num_prompts') or ours.get('batch')} x {ours.get('input_len')}/{ours.get('output_len')}"
-        cells = [name_of(ours), label.get(ours["what"], count), unit, f"{ours[figure]:g}"]
-        cells.append(f"{ours['limit']:.0%}" if "limit" in ours else "")
-        for engine in (SERVED, RIVAL):
-            other = next((r for r in records if r["engine"] == engine and _is_same(r, ours)), None)
-            cells += [f"{other[figure]:g}", f"{time_ratio(other, ours):.2f}"] if other else ["", ""]
-        yield cells
+        self._saving = threading.Lock()
+        self._is_over = threading.Event()
 
+    @property
+    def records(self) -> list[Record]:
+        return [record for records in self._found.values() for record in records]
 
-def name_of(record: Record) -> str:
-    return f"{record['shape']}, {record['format']}" if "shape" in record else str(record["format"])
-
-
-def _is_same(one: Record, other: Record) -> bool:
-    return figure_of(one) is not None and are_alike(one, other, ("shape", "format", *RATIO_KEYS))
-
-
-def table(records: list[Record]) -> str:
-    head = ["shape, format", "measurement", "unit", OURS, "limit", SERVED, "its time / ours", RIVAL, "its time / ours"]
-    lines = [head, ["---"] * len(head), *rows(records)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    notes = [f"- {r['engine']}, {name_of(r)}: {r['reason']}" for r in records if r["what"] == "failed"]
-    for r in records:
-        if r["what"] == "perf_analyzer":
-            notes.append(
-                f"- perf_analyzer, {r['format']}, {r['concurrency']} streams of {r['input_len']}/{r['output_len']}: "
-                f"{r['out_tok_s']:g} tokens/s"
-            )
-    return "\n\n".join([text, "\n".join(notes)]) if notes else text
-
-
-def plot(records: list[Record], path: Path) -> str:
-    """Tokens/s over batch and TTFT over prompt length. Returns why there is none, or ""."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = (("decode", "batch", "out_tok_s", "tokens/s"), ("prefill", "input_len", "ttft_ms", "TTFT, ms"))
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
-    for axis, (what, x, y, label) in zip(axes, panels):
-        lines: dict[str, list[tuple[Any, Any]]] = {}
-        for record in records:
-            if record["what"] == what and y in record:
-                lines.setdefault(f"{record['engine']}, {name_of(record)}", []).append((record[x], record[y]))
-        for name, points in lines.items():
-            axis.plot(*zip(*sorted(points)), marker="o", label=name)
-        axis.set(xscale="log", yscale="log", xlabel=x.replace("_", " "), ylabel=label)
-        if lines:
-            axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    return ""
-
-
-def measure_all(arguments: argparse.Namespace) -> list[Record]:
-    """Every shape in every format by every engine; saved whenever one of them is done, for runs that are ended."""
-    engines = arguments.engines.split(",")
-    absent = {engine: reason for engine in engines if (reason := why_absent(engine))}
-    missing = {"format": "all formats", "what": "failed"}
-    found: dict[tuple[str, str], list[Record]] = {}
-    found["", ""] = [{"engine": engine, **missing, "reason": reason} for engine, reason in absent.items()]
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    is_over = threading.Event()
-    for gpu in arguments.gpus:
-        free.put(gpu)
-
-    def measure_one(shape: str, name: str) -> None:
-        gpu = free.get()
-        try:
-            for engine in engines:
-                if engine not in absent and not is_over.is_set():
-                    found[shape, name] += measure(engine, shape, name, arguments, gpu)
-        finally:
+    def run(self) -> None:
+        free: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for gpu in self._arguments.gpus:
             free.put(gpu)
 
-    pairs = pairs_of(arguments.shape, arguments.formats)
-    found |= {pair: [] for pair in pairs}
-    with ThreadPoolExecutor(len(arguments.gpus)) as pool:
-        try:
-            for done in as_completed([pool.submit(measure_one, *pair) for pair in pairs]):
-                done.result()
-                save(records_of(found), arguments.out)
-        except BaseException:  # and of Ctrl-C, which ends the engines that run
-            is_over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return records_of(found)
+        def measure_task(task: Task) -> None:
+            gpu = free.get()
+            try:
+                for engine in self._engines:
+                    if engine not in self._absent and not self._is_over.is_set():
+                        self._keep(task, self._measure(engine, task, gpu))
+            except BaseException:
+                self._is_over.set()
+                raise
+            finally:
+                free.put(gpu)
+
+        with ThreadPoolExecutor(len(self._arguments.gpus)) as pool:
+            try:
+                for done in as_completed([pool.submit(measure_task, task) for task in self._tasks]):
+                    done.result()
+            except BaseException:  # and of Ctrl-C, which ends the engines that run
+                self._is_over.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _measure(self, engine: str, task: Task, gpu: str) -> list[Record]:
+        begin = time.monotonic()
+        label = f"{engine}, {task.shape}, {task.format}"
+        most = self._arguments.most_seconds
+        if most and begin - self._start > most:
+            print(f"---- {label}: not started, {most:g} s are over", file=sys.stderr, flush=True)
+            return [failure_of(engine, task, f"not started: the {most:g} s of the run were over")]
+        print(f"==== {label}" + (f", GPU {gpu}" if gpu else ""), file=sys.stderr, flush=True)
+        rivals = [
+            lines_of(RIVAL, task.shape, name, self._arguments)
+            for name in decode_grid.rival_formats(task.format)
+            if any("tpot_ms" in r for r in self._found.get((task.shape, name), []) if r["engine"] == RIVAL)
+        ]
+        records = measure(engine, task, self._arguments, gpu, rivals, self._is_over)
+        now = time.monotonic()
+        print(f"---- {label}: {_took(records, now - begin, now - self._start)}", file=sys.stderr, flush=True)
+        return records
+
+    def _keep(self, task: Task, records: list[Record]) -> None:
+        with self._saving:
+            self._found[task.pair] += records
+            save(self.records, self._arguments)
+
+
+def measure(
+    engine: str, task: Task, arguments: argparse.Namespace, gpu: str, rivals: list[Path], is_over: threading.Event
+) -> list[Record]:
+    """Run one engine with one shape and format. What it measured before it failed, if it does, still counts.
+
+    gpu: the only one that it sees; "": all.  rivals: lines for ratios.
+    """
+    out = lines_of(engine, task.shape, task.format, arguments)
+    out.unlink(missing_ok=True)
+    program, *options = command(engine, task, arguments, out, rivals)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else None
+    failure = run_program(
+        [sys.executable, str(HERE / program), *options],
+        out.with_suffix(".log"),
+        task.timeout_s,
+        is_over,
+        environment,
+    )
+    common = {"shape": task.shape, "format": task.format}
+    records = [{"engine": engine, **record, **common} for record in (read_records(out) if out.exists() else [])]
+    return [*records, failure_of(engine, task, failure)] if failure else records
+
+
+def failure_of(engine: str, task: Task, reason: str) -> Record:
+    return {"engine": engine, "shape": task.shape, "format": task.format, "what": "failed", "reason": reason}
+
+
+def _took(records: list[Record], seconds: float, since_start: float) -> str:
+    load = next((f" (load {record['load_s']:.0f})" for record in records if "load_s" in record), "")
+    num_cells = sum("tpot_ms" in record for record in records)
+    failures = "".join(f", {record['reason']}" for record in records if record["what"] == "failed")
+    return f"{seconds:.0f} s{load}, {num_cells} decodes{failures}; {since_start:.0f} s of the run"
+
+
+def tasks_of(arguments: argparse.Namespace) -> list[Task]:
+    """Shapes and formats in the order asked for, or those entries of the grid that are asked for."""
+    shapes, formats = arguments.shape, arguments.formats
+    if not arguments.grid:
+        pairs = pairs_of(shapes or "llama3-8b", formats or "none,fp8")
+        return [Task(*pair, timeout_s=arguments.timeout or 900.0) for pair in pairs]
+    entries = speed_grid.ENTRIES
+    shapes = shapes or ",".join({entry.shape for entry in entries})
+    pairs = pairs_of(shapes, formats or ",".join({entry.format for entry in entries}))
+    return [
+        Task(entry.shape, entry.format, entry.options, arguments.timeout or entry.timeout_s)
+        for entry in entries
+        if (entry.shape, entry.format) in pairs
+    ]
 
 
 def pairs_of(shapes: str, formats: str) -> list[tuple[str, str]]:
-    """Shapes and formats in the order asked for. A shape may have its own formats: llama3-70b:fp8+w4a8_fp8."""
+    """A shape may have its own formats: llama3-70b:fp8+w4a8_fp8."""
     found: list[tuple[str, str]] = []
     for shape, _, own in (part.partition(":") for part in shapes.split(",")):
         found += itertools.product([shape], own.split("+") if own else formats.split(","))
     return found
 
 
-def records_of(found: dict[tuple[str, str], list[Record]]) -> list[Record]:
-    return [record for records in found.values() for record in records]
+def save(records: list[Record], arguments: argparse.Namespace) -> None:
+    _write(arguments.out / "compare.json", json.dumps(records, indent=1))
+    _write(arguments.out / "table.md", text_of(records, arguments) + "\n")
 
 
-def save(records: list[Record], folder: Path) -> None:
-    (folder / "compare.json").write_text(json.dumps(records, indent=1))
+def _write(path: Path, text: str) -> None:
+    """The file is whole or as it was: a run may be killed meanwhile."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def text_of(records: list[Record], arguments: argparse.Namespace) -> str:
+    has_grid = len({(r.get("shape"), r.get("context")) for r in records if r["what"] == "decode"}) > 1
+    grid = decode_grid.table(records) if has_grid or arguments.grid else ""
+    if grid and arguments.grid:  # which says of each engine that failed what is missing; but not of one that is absent
+        return "\n\n".join(
+            filter(None, [grid, engine_table.notes([record for record in records if "shape" not in record])])
+        )
+    return "\n\n".join(filter(None, (grid, engine_table.table(records), format_table.table(records))))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    several = "one or several of shapes.py, by commas; llama3-70b:fp8+wint4 has its own formats"
-    parser.add_argument("--shape", default="llama3-8b", help=several)
-    parser.add_argument("--formats", default="none,fp8", help=",".join(FORMATS))
-    parser.add_argument("--engines", default=f"{OURS},{SERVED},{RIVAL}")
+    parser.add_argument(
+        "--grid", action="store_true", help="what speed_grid.py lists, or those of --shape and --formats"
+    )
+    several = "one or several of shapes.py, by commas, llama3-8b if not said; llama3-70b:fp8+wint4 has its own formats"
+    parser.add_argument("--shape", help=several)
+    parser.add_argument("--formats", help=f"of {','.join(FORMATS)}; none,fp8 if not said")
+    parser.add_argument("--engines", help=f"{OURS},{SERVED},{RIVAL} if not said, {RIVAL},{OURS} for the grid")
     add_settings(parser, "for Slipstream")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one engine and format")
+    parser.add_argument("--timeout", type=float, help="seconds for one engine and format: 900, or as the grid says")
+    parser.add_argument("--most-seconds", type=float, default=0.0, help="of the run: later, no engine is started")
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=[""], help="by their numbers: 0,1,2,3")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("rest", nargs="*", help="after --: options of every engine")
     arguments = parser.parse_args()
-    pairs = pairs_of(arguments.shape, arguments.formats)
+    arguments.engines = arguments.engines or (f"{RIVAL},{OURS}" if arguments.grid else f"{OURS},{SERVED},{RIVAL}")
+    pairs = pairs_of(arguments.shape or "llama3-8b", arguments.formats or "none")
     for option, named, accepted in (
         ("--shape", {shape for shape, _ in pairs}, list(SHAPES)),
         ("--formats", {name for _, name in pairs}, list(FORMATS)),
@@ -264,15 +295,17 @@ def main() -> None:
     ):
         if unknown := named - set(accepted):
             parser.error(f"{option}: {', '.join(sorted(unknown))}; accepted: {', '.join(accepted)}")
+    tasks = tasks_of(arguments)
+    if not tasks:
+        parser.error("--grid: no entry has these --shape and --formats; speed_grid.py lists them")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    records = measure_all(arguments)
-    has_grid = len({(r.get("shape"), r.get("context")) for r in records if r["what"] == "decode"}) > 1
-    tables = (decode_grid.table(records) if has_grid else "", table(records), format_table.table(records))
-    text = "\n\n".join(filter(None, tables))
-    reason = plot(records, arguments.out / "plot.png")
-    (arguments.out / "table.md").write_text(text + "\n")
-    print(text + (f"\n\n{reason}" if reason else ""))
+    comparison = Comparison(arguments, tasks)
+    comparison.run()
+    save(comparison.records, arguments)
+    reason = engine_table.plot(comparison.records, arguments.out / "plot.png")
+    print(text_of(comparison.records, arguments) + (f"\n\n{reason}" if reason else ""))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the engines, too
     main()

@@ -32,10 +32,10 @@ def test_the_table_compares_like_with_like(compare) -> None:
         record("vllm", "throughput", num_prompts=4, input_len=8, output_len=16, elapsed_s=5.0, out_tok_s=12.8),
         record("vllm", "failed", reason="exit code 1"),
     ]
-    decode, throughput = compare.rows(records)
+    decode, throughput = compare.engine_table.rows(records)
     assert decode == ["fp8", "decode, batch 8", "ms/token", "2", "70%", "2.1", "1.05", "3", "1.50"]
     assert throughput == ["fp8", "4 x 8/16", "tokens/s", "16", "", "", "", "12.8", "1.25"]
-    assert "- vllm, fp8: exit code 1" in compare.table(records)
+    assert "- vllm, fp8: exit code 1" in compare.engine_table.table(records)
 
 
 def test_decodes_of_shapes_and_contexts_are_one_table(compare) -> None:
@@ -60,7 +60,7 @@ def test_decodes_of_shapes_and_contexts_are_one_table(compare) -> None:
             "format": "none",
         },
     ]
-    table, _, misses = compare.decode_grid.table(records).split("\n\n")
+    table, _, misses, _, empty = compare.decode_grid.table(records).split("\n\n")
     assert table.splitlines()[0] == "| shape | format | context | 8 | 200 |"
     assert table.splitlines()[2:] == [
         "| llama3-8b | none | 1,024 | 4.00 / 5.00 **(1.25)**, 82% | 10.00 |",
@@ -68,11 +68,16 @@ def test_decodes_of_shapes_and_contexts_are_one_table(compare) -> None:
         "| llama3-8b | fp8 | 1,024 | 3.00 / 3.90 **(1.30)** |  |",
     ]
     assert misses == "- llama3-8b, none, 8,192 tokens, 8 requests: 5.00 / 5.20 **(1.04)**"
+    assert empty.splitlines() == [
+        "- llama3-8b, none, slipstream and vllm: 8,192 x 200: not in this run",
+        "- llama3-8b, none, vllm: 1,024 x 200: no room",
+        "- llama3-8b, fp8, slipstream and vllm: 1,024 x 200: not in this run",
+    ]
     assert compare.decode_grid.table(records[-1:]) == ""
-    assert [row[1] for row in compare.rows(records)][:3] == [
+    assert [row[1] for row in compare.engine_table.rows(records)][:3] == [
         f"decode, batch {n}" for n in ("8 at 1024", "200 at 1024", "8 at 8192")
     ]
-    assert [row[7] for row in compare.rows(records)] == ["5", "", "5.2", "3.9"]
+    assert [row[7] for row in compare.engine_table.rows(records)] == ["5", "", "5.2", "3.9"]
 
 
 def test_formats_stand_side_by_side(compare) -> None:
@@ -138,8 +143,8 @@ def test_engines_of_a_shape_have_one_gpu_and_shapes_have_others(compare, tmp_pat
 def test_a_bench_that_breaks_ends_all(compare, tmp_path: Path, monkeypatch) -> None:
     asked: list[str] = []
 
-    def measure(engine: str, shape: str, name: str, *others: object) -> list[dict]:
-        asked.append(name)
+    def measure(engine: str, task, *others: object) -> list[dict]:
+        asked.append(task.format)
         raise RuntimeError("broken")
 
     monkeypatch.setattr(compare, "measure", measure)
