@@ -148,7 +148,7 @@ def test_the_rivals_of_4_bits_are_both(run: Run) -> None:
         found = run(options, fake("2"), fake("1").replace("sys.exit", told + "sys.exit"))
         first, of_own, both = (record for record in found if record["what"] == "x")
         assert (first["rivals"], first["below"]) == (["vllm-llama3-8b-none.jsonl"], 1.05)
-        assert of_own["rivals"] == ["vllm-llama3-8b-w4a8_fp8.jsonl"]
+        assert of_own["rivals"] == ["vllm-llama3-8b-wint4-fp8kv.jsonl"]
         assert both["rivals"] == ["vllm-llama3-8b-w4a8_fp8.jsonl", "vllm-llama3-8b-wint4-fp8kv.jsonl"]
         assert both["below"] == of_own["below"] == 1.35
 
