@@ -11,7 +11,7 @@ OPTIONS = (
     *("--measure", "decode", "--prefix-caching", "--most-tokens", "800000", "--max-model-len", "8448"),
     *("--decode-short", "4", "--decode-long", "36", "--decode-repeats", "2"),
 )
-# Contexts ascend and batches descend: shorter prompts begin longer ones, and smaller batches are parts of larger ones. A
+# Contexts ascend and batches descend: shorter prompts begin longer ones, and smaller batches are parts of larger. A
 # token more than whole blocks: of a prompt that is cached one token is computed, not a block of up to 64.
 CONTEXTS = (1025, 3009, 8193)
 BATCHES = (256, 200, 128, 64, 48, 8, 1)
