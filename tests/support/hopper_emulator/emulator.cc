@@ -9,6 +9,7 @@ namespace emulator {
 
 Fiber* current = nullptr;
 int num_ctas = 0;
+int cluster_size = 1;
 unsigned long progress = 0;
 
 namespace {
@@ -101,15 +102,18 @@ void fail(const char* what) {
 }
 
 // 0; 1 if the threads await each other for ever.
-int run(int count, int num_threads, int shared_bytes, unsigned seed, const std::function<void(char*)>& kernel) {
+int run(int count, int num_threads, int shared_bytes, unsigned seed, const std::function<void(char*)>& kernel, int of_cluster) {
   num_ctas = count;
+  cluster_size = of_cluster;
   std::mt19937 random(seed);
   entry = &kernel;
   std::vector<Cta> ctas(num_ctas);
+  std::vector<NamedBarrier> clusters((num_ctas + cluster_size - 1) / cluster_size);
   std::vector<std::vector<Fiber>> fibers(num_ctas);
   for (int c = 0; c < num_ctas; ++c) {
     ctas[c].shared.assign(shared_bytes, static_cast<char>(0xff));
     ctas[c].warps.resize(num_threads / 32);
+    ctas[c].cluster = &clusters[c / cluster_size];
     fibers[c] = std::vector<Fiber>(num_threads);
     for (int t = 0; t < num_threads; ++t) {
       fibers[c][t].thread.x = t, fibers[c][t].block.x = c, fibers[c][t].cta = &ctas[c];

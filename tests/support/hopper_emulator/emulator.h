@@ -45,6 +45,7 @@ struct Fiber {
   Cta* cta = nullptr;
   bool is_done = false;
   std::vector<std::vector<OwnCopy>> groups = {{}};   // of copies of its own, the last one not committed
+  unsigned cluster_round = 0;                        // of its last arrival
 };
 
 // What the lanes of a warp bring to an operation, and take from it.
@@ -77,15 +78,18 @@ struct Cta {
   NamedBarrier barriers[16];
   bool has_no = false;   // of __syncthreads_and
   std::vector<Copy> copies;
+  NamedBarrier* cluster = nullptr;   // of all threads of its cluster
 };
 
 extern Fiber* current;
 extern int num_ctas;             // of the launch
+extern int cluster_size;         // CTAs
 extern unsigned long progress;   // operations that ended: without any, nobody will ever go on
 
 void yield();
 [[noreturn]] void fail(const char* what);
-int run(int num_ctas, int num_threads, int shared_bytes, unsigned seed, const std::function<void(char*)>& kernel);
+int run(int num_ctas, int num_threads, int shared_bytes, unsigned seed, const std::function<void(char*)>& kernel,
+        int cluster_size = 1);
 
 inline char* shared(uint32_t address) { return current->cta->shared.data() + address; }
 
@@ -140,6 +144,25 @@ inline void arrive_at(int id, int count) {
   barrier.arrived = 0;
   ++barrier.round;
   ++progress;
+}
+
+inline void arrive_in_cluster() {
+  NamedBarrier& barrier = *current->cta->cluster;
+  current->cluster_round = barrier.round;
+  if (++barrier.arrived < cluster_size * static_cast<int>(current->cta->warps.size()) * 32) return;
+  barrier.arrived = 0;
+  ++barrier.round;
+  ++progress;
+}
+inline void wait_for_cluster() {
+  until([] { return current->cta->cluster->round != current->cluster_round; });
+}
+
+// Of another CTA of the cluster, whose rank stands above the bits of its own address.
+constexpr int kRankBit = 24;
+inline char* shared_in_cluster(uint32_t remote) {
+  Cta* first = current->cta - current->block.x % cluster_size;
+  return first[remote >> kRankBit].shared.data() + (remote & ((1u << kRankBit) - 1));
 }
 
 inline MemoryBarrier& memory_barrier(uint32_t address) { return *reinterpret_cast<MemoryBarrier*>(shared(address)); }

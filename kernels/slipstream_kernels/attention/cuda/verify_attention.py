@@ -79,7 +79,7 @@ def variants() -> list[tuple[str, ...]]:
 def verify_attention(call: AttentionCall) -> None:
     """See ops.decode_attention; writes call.out.  One launch."""
     library = load(SOURCE, defines(call.q.dtype, call.cache.dtype))
-    launch("verify_attention", library, _params(call), call.q.device)
+    launch("verify_attention", library, arguments(call, max(_splits(call), SPLITS[0])), call.q.device)
 
 
 def _row_tiles(call: AttentionCall) -> int:
@@ -102,7 +102,8 @@ def count_clusters(device: torch.device, query: torch.dtype, cache: torch.dtype)
         return {size: int(library.slipstream_count_clusters(size)) for size in SPLITS}
 
 
-def _params(call: AttentionCall) -> VerifyParams:
+def arguments(call: AttentionCall, splits: int) -> VerifyParams:
+    """What a launch takes, with so many CTAs to share the keys of a tile."""
     cache, metadata = call.cache, call.metadata
     num_kv_heads, block_size = cache.key.shape[1:3]
     tensors = {
@@ -120,7 +121,7 @@ def _params(call: AttentionCall) -> VerifyParams:
         group=call.q.shape[1] // num_kv_heads,
         block_size_log2=block_size.bit_length() - 1,
         row_tiles=_row_tiles(call),
-        splits=max(_splits(call), SPLITS[0]),
+        splits=splits,
         is_dependent=launches_dependently(call.q.device),
         is_prefix_settled=metadata.is_prefix_settled,
         scale=call.options.scale,

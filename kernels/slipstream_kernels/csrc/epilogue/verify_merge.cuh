@@ -2,17 +2,11 @@
 // of the rows, in the order of the keys.
 #pragma once
 
-#include "ptx/cluster.cuh"
+#include "ptx/cluster_pair.cuh"
 #include "mma/row_state.cuh"
 #include "schedule/verify_shape.cuh"
 
 namespace slipstream {
-
-__device__ __forceinline__ float2 load_remote_8(uint32_t remote) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(remote) : "memory");
-  return v;
-}
 
 template <typename SHAPE>
 struct VerifyMerge {

@@ -1,4 +1,4 @@
-// The emulator's hopper_mma.cuh: descriptors and groups of warpgroup products.
+// The emulator's hopper_mma.cuh: descriptors, products and their groups.
 #pragma once
 
 #include "warpgroup.h"
@@ -15,6 +15,15 @@ inline uint64_t rows_operand(uint32_t address) {
 inline uint64_t columns_operand(uint32_t address, int stride) {
   return (uint64_t{1} << 62) | (uint64_t{kSwizzleUnit >> 4} << 32) | (static_cast<uint64_t>(stride >> 4) << 16) |
          ((address & 0x3FFFF) >> 4);
+}
+
+template <typename T, bool ADDS, int N>
+void multiply_rows(float (&d)[N], uint64_t a, uint64_t b) {
+  emulator::multiply<T, 2 * N>(d, nullptr, a, b, false, ADDS);
+}
+template <typename T, int N>
+void multiply_columns(float (&d)[N], const uint32_t* a, uint64_t b) {
+  emulator::multiply<T, 2 * N>(d, a, 0, b, true, 1);
 }
 
 template <typename T, int N>

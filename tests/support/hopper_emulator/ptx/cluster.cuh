@@ -1,4 +1,4 @@
-// The emulator's cluster.cuh: tensor copies of two dimensions.
+// The emulator's cluster.cuh: tensor copies of two dimensions, the other CTAs of a cluster.
 #pragma once
 
 #include "ptx/hopper_copy.cuh"
@@ -40,11 +40,16 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint
   }
 }
 
-// Of four dimensions, and other CTAs' memory: not emulated.
+// Of four dimensions: not emulated.
 inline void copy_box(uint32_t, const CUtensorMap*, uint32_t, uint64_t, int, int, int, int) { emulator::fail("four dimensions"); }
-inline void arrive_in_cluster() { emulator::fail("a cluster"); }
-inline void wait_for_cluster() { emulator::fail("a cluster"); }
-inline uint32_t address_in(uint32_t address, int) { return address; }
-inline float4 load_from_cluster(uint32_t) { emulator::fail("a cluster"); }
+
+inline void arrive_in_cluster() { emulator::arrive_in_cluster(); }
+inline void wait_for_cluster() { emulator::wait_for_cluster(); }
+inline uint32_t address_in(uint32_t address, int rank) { return address | rank << emulator::kRankBit; }
+inline float4 load_from_cluster(uint32_t remote) {
+  float4 value;
+  std::memcpy(&value, emulator::shared_in_cluster(remote), sizeof(value));
+  return value;
+}
 
 }  // namespace slipstream
