@@ -162,12 +162,14 @@ struct Verifier {
     if ((tile + 1) * SHAPE::kKeys > work.prefix()) mask.hide(tile * SHAPE::kKeys - work.prefix(), scores);
     const float factor[2] = {scale, scale};
     float rescale[2];
-    state.follow(scores, factor, rescale);
+    const bool moves = state.follow(scores, factor, rescale);
     uint32_t probs[kScores / 2];
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) probs[i] = pack<Operand>(scores[2 * i], scores[2 * i + 1]);
+    if (moves) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
+      for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
+    }
     multiply_values(tile, probs);
   }
 
