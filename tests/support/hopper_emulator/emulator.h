@@ -217,6 +217,8 @@ inline unsigned __ballot_sync(unsigned, int value) {
   });
 }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {
   return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ distance);
@@ -246,6 +248,11 @@ T atomicExch(T* to, T value) {
   *to = value;
   return before;
 }
+inline unsigned atomicInc(unsigned* to, unsigned last) {
+  const unsigned before = *to;
+  *to = before >= last ? 0 : before + 1;
+  return before;
+}
 inline void __nanosleep(unsigned) { emulator::yield(); }
 inline int64_t clock64() { return static_cast<int64_t>(emulator::progress); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
@@ -264,4 +271,6 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __expf(float x) { return std::exp(x); }
+inline float __log2f(float x) { return std::log2(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

@@ -22,14 +22,16 @@ struct Product {
   int num_threads = 0;
 };
 
-// Byte address of an element, under the 128-byte swizzle.
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+// Bytes of a row under the operand's swizzle: 128, or 64.
+inline uint32_t row_bytes_of(uint64_t operand) { return operand >> 62 == 2 ? 64 : 128; }
+// Byte address of an element, under that swizzle.
+inline uint32_t swizzled(uint32_t address, uint32_t row_bytes) { return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4; }
 inline uint32_t address_of(uint64_t operand) { return (operand & 0x3FFF) << 4; }
 inline uint32_t stride_of(uint64_t operand, int bit) { return (operand >> bit & 0x3FFF) << 4; }
 
-inline float element(const Product& product, uint32_t address) {
+inline float element(const Product& product, uint32_t address, uint32_t row_bytes = 128) {
   uint16_t bits = 0;
-  std::memcpy(&bits, shared(swizzled(address)), product.element_bytes);
+  std::memcpy(&bits, shared(swizzled(address, row_bytes)), product.element_bytes);
   return product.values[bits];
 }
 
@@ -44,6 +46,7 @@ inline void execute(const Product& product) {
   static float a[64][32], b[32][256];
   const uint32_t from_a = address_of(product.a_operand), from_b = address_of(product.b_operand);
   const uint32_t unit = stride_of(product.b_operand, 32), slab = stride_of(product.b_operand, 16);
+  const uint32_t row_bytes = row_bytes_of(product.b_operand);
   const int bytes = product.element_bytes, depth = 32 / bytes;
   for (int row = 0; row < 64; ++row) {
     for (int k = 0; k < depth; ++k) {
@@ -56,8 +59,8 @@ inline void execute(const Product& product) {
   for (int k = 0; k < depth; ++k) {
     for (int n = 0; n < product.n; ++n) {
       const uint32_t offset = product.is_columns ? n / 64 * slab + k / 8 * unit + k % 8 * 128 + n % 64 * 2
-                                                 : n / 8 * unit + n % 8 * 128 + k * bytes;
-      b[k][n] = element(product, from_b + offset);
+                                                 : n / 8 * unit + n % 8 * row_bytes + k * bytes;
+      b[k][n] = element(product, from_b + offset, row_bytes);
     }
   }
   for (int row = 0; row < 64; ++row) {

@@ -95,14 +95,15 @@ def paged_attention(call: AttentionCall) -> None:
     library = load(SOURCE, defines(call))
     staged: prefill_stage.Staged | None
     if kv == ALL_FP8:
-        call, staged = _in_fp8(call)
+        call, staged = in_fp8(call)
     else:
         staged = _STAGERS[kv](call) if kv in _STAGERS else None
-    params = _params(call, staged)
-    launch("prefill_attention", library, params, call.q.device)
+    device = call.q.device
+    params = arguments(call, staged, count_sms(device), work_counters(device))
+    launch("prefill_attention", library, params, device)
 
 
-def _in_fp8(call: AttentionCall) -> tuple[AttentionCall, prefill_stage.Staged]:
+def in_fp8(call: AttentionCall) -> tuple[AttentionCall, prefill_stage.Staged]:
     """The call over copies of its blocks: values as they are staged, keys of a 16-bit cache as one of e4m3 in order."""
     keys, values = stage_fp8(call.cache, call.metadata, call.options.key_mean)
     num_requests = call.metadata.num_requests
@@ -177,11 +178,11 @@ def work_counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(2 + num_split_warps, dtype=torch.int32, device=device)
 
 
-def _parts(call: AttentionCall) -> torch.Tensor | None:
+def _parts(call: AttentionCall, num_sms: int) -> torch.Tensor | None:
     """Room for what the CTAs that share keys leave for each other: 68 numbers of a thread at head_dim 128."""
     if call.metadata.max_seq_len < MIN_SPLIT_LEN:
         return None
-    num_bytes = parts_bytes(count_sms(call.q.device), call.q.shape[2])
+    num_bytes = parts_bytes(num_sms, call.q.shape[2])
     return torch.empty(num_bytes // 4, dtype=torch.float32, device=call.q.device)
 
 
@@ -191,7 +192,10 @@ def parts_bytes(num_sms: int, head_dim: int) -> int:
     return PARTS_PER_SM * num_sms * WARPS_OF_TILE.get(head_dim, 0) * 32 * (tile_dim // 2 + 4) * 4
 
 
-def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> PrefillParams:
+def arguments(
+    call: AttentionCall, staged: prefill_stage.Staged | None, num_sms: int, counters: torch.Tensor
+) -> PrefillParams:
+    """What a launch of num_sms CTAs takes.  counters: as work_counters makes them."""
     cache, metadata, options, num_q_heads = call.cache, call.metadata, call.options, call.q.shape[1]
     num_blocks, num_kv_heads, block_size, _ = cache.key.shape
     group = num_q_heads // num_kv_heads
@@ -205,8 +209,8 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
         "value_scale": value_scale, "out": call.out, "block_tables": metadata.block_tables,
         "query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens,
-        "alibi_slopes": options.alibi_slopes, "sinks": options.sinks, "counters": work_counters(call.q.device),
-        "parts": _parts(call),
+        "alibi_slopes": options.alibi_slopes, "sinks": options.sinks, "counters": counters,
+        "parts": _parts(call, num_sms),
     }  # fmt: skip
     return PrefillParams(
         **addresses(tensors),
@@ -221,7 +225,7 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         block_size_log2=block_size.bit_length() - 1,
         heads_per_section=_heads_per_section(call, key_cache, value_cache) * (group >> pack_log2),
         sliding_window=options.sliding_window or 0,
-        num_sms=count_sms(call.q.device),
+        num_sms=num_sms,
         scale=options.scale,
         soft_cap=options.soft_cap or 0.0,
         staged_blocks=0 if staged is None else staged.num_blocks,

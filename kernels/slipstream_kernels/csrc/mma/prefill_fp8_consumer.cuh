@@ -38,11 +38,11 @@ struct PrefillFp8Consumer : PrefillRows<SHAPE> {
 
  private:
   __device__ __forceinline__ void wait_order() const {
-    asm volatile("bar.sync %0, 256;" ::"r"(kOrderBarrier + consumer_index()) : "memory");
+    sync_threads(kOrderBarrier + consumer_index(), 256);
   }
 
   __device__ __forceinline__ void arrive_order() const {
-    asm volatile("bar.arrive %0, 256;" ::"r"(kOrderBarrier + 1 - consumer_index()) : "memory");
+    arrive_threads(kOrderBarrier + 1 - consumer_index(), 256);
   }
 
   // Of two, found anew each time: registers are short.

@@ -2,6 +2,7 @@
 // of 64 columns under the 128-byte swizzle.
 #pragma once
 
+#include "formats/pack_e4m3.cuh"
 #include "mma/hopper_mma.cuh"
 #include "mma/warp_mma.cuh"
 
@@ -21,14 +22,6 @@ __device__ __forceinline__ void queries_to_half(char* rows) {
     };
     *words = make_uint4(convert(old.x), convert(old.y), convert(old.z), convert(old.w));
   }
-}
-
-// Four floats as e4m3, the first in the lowest byte.
-__device__ __forceinline__ uint32_t pack_e4m3(float2 low, float2 high) {
-  uint32_t packed;
-  asm("{.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n"
-      "mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(low.x), "f"(low.y), "f"(high.x), "f"(high.y));
-  return packed;
 }
 
 // Of 128 columns, to e4m3 in the first slab, each row by its largest; unit: of the two rows whose scores this thread

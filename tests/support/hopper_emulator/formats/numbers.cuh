@@ -9,6 +9,12 @@ namespace slipstream {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+inline float inverse_normaliser(float normaliser, float maximum, float sink) {
+  return normaliser == 0.0f ? 0.0f : 1.0f / (normaliser + exp2_fast(sink - maximum));
+}
+
 inline float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 inline float to_float(__half x) { return __half2float(x); }

@@ -16,6 +16,9 @@ inline uint64_t columns_operand(uint32_t address, int stride) {
   return (uint64_t{1} << 62) | (uint64_t{kSwizzleUnit >> 4} << 32) | (static_cast<uint64_t>(stride >> 4) << 16) |
          ((address & 0x3FFFF) >> 4);
 }
+inline uint64_t narrow_rows_operand(uint32_t address) {
+  return (uint64_t{2} << 62) | (uint64_t{kSwizzleUnit >> 5} << 32) | (uint64_t{1} << 16) | ((address & 0x3FFFF) >> 4);
+}
 
 template <typename T, bool ADDS, int N>
 void multiply_rows(float (&d)[N], uint64_t a, uint64_t b) {
@@ -24,6 +27,10 @@ void multiply_rows(float (&d)[N], uint64_t a, uint64_t b) {
 template <typename T, int N>
 void multiply_columns(float (&d)[N], const uint32_t* a, uint64_t b) {
   emulator::multiply<T, 2 * N>(d, a, 0, b, true, 1);
+}
+template <bool ADDS>
+void multiply_fp8_values(float (&d)[64], const uint32_t* a, uint64_t b) {
+  emulator::multiply<__nv_fp8_e4m3, 128>(d, a, 0, b, false, ADDS);
 }
 
 template <typename T, int N>

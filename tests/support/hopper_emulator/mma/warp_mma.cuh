@@ -99,6 +99,4 @@ inline void widen_e4m3(uint32_t word, uint32_t& low, uint32_t& high) {
   high = values[2] | values[3] << 16;
 }
 
-inline float exp2_fast(float x) { return std::exp2(x); }
-
 }  // namespace slipstream

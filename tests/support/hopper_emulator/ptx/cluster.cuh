@@ -3,17 +3,6 @@
 
 #include "ptx/hopper_copy.cuh"
 
-// Rows of 16-bit elements, and the box that one copy takes of them: 64 columns, under the 128-byte swizzle.
-struct CUtensorMap {
-  const char* data;
-  int64_t num_rows, row_bytes;   // bytes from row to row; those of the tensor are the first `width`
-  int box_rows;
-  int64_t width = row_bytes;
-  int element_bytes = 2, box_bytes = 128;
-  bool is_swizzled = true;
-  int box_slabs = 1;   // of three dimensions: boxes of rows that follow each other, each `box_bytes` further in its rows
-};
-
 namespace slipstream {
 
 constexpr uint64_t kReadOnce = 0, kReadNormally = 0, kReadOften = 0;
