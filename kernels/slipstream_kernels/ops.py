@@ -36,7 +36,7 @@ from slipstream_kernels.gemm.limits import (
     w4a16_sums_bytes,
     written_out_bytes,
 )
-from slipstream_kernels.gemm.linear import gated_linear, linear
+from slipstream_kernels.gemm.linear import gated_linear, linear, linear_before_bias
 from slipstream_kernels.gemm.linear_weight import (
     LinearWeight,
     deterministic_weight,
@@ -211,6 +211,7 @@ __all__ = [
     "latent_attention",
     "latent_row",
     "linear",
+    "linear_before_bias",
     "local_routing",
     "local_rows",
     "lora_expand",

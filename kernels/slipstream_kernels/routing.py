@@ -45,6 +45,14 @@ class RoutingRule:
 
 
 @dataclass(frozen=True)
+class RoutingBiases:
+    """[num_experts] each, or None.  of_logits: added to them.  of_selection: fp32, to scores where they are ranked."""
+
+    of_logits: torch.Tensor | None
+    of_selection: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class Routing:
     """Rows of the products, one per pair of a token and one of its experts, sorted by expert, then token.
 

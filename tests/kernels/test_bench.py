@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from slipstream_kernels import bench
+from slipstream_kernels import bench, bench_router, ops
 
 SMALL = replace(bench.CPU_SHAPES, num_tokens=9, vocab_size=600, num_requests=3, context_len=70, prompt_len=40)
 
@@ -30,3 +30,13 @@ def test_every_case_runs(device: torch.device) -> None:
 def test_limits_are_measured(device: torch.device) -> None:
     copy_rate, matmul_rate = bench.measure_limits(device, torch.float32, repeats=1)
     assert copy_rate > 1e7 and matmul_rate > 1e7
+
+
+def test_routers_that_are_timed_choose_alike(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, router, bias = (torch.randn(*size, generator=generator).to(device) for size in ((20, 64), (32, 64), (32,)))
+    weight = ops.plain_weight(router, bias)
+    routings = [bench_router.route(product, x, weight, 4) for product in bench_router.PRODUCTS.values()]
+    for routing in routings[1:]:
+        assert torch.equal(routing.rows, routings[0].rows)
+        torch.testing.assert_close(routing.weights, routings[0].weights, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm import linear
 from slipstream_kernels.kernel_choice import always, never
 from slipstream_kernels.moe import choose, grouped_linear
 from slipstream_kernels.moe.kernels import KERNELS
@@ -99,6 +100,61 @@ def best_by(rule: RoutingRule, ranks: list[float], top_k: int) -> list[int]:
     kept = sorted(range(len(groups)), key=lambda group: -scores[group])[: rule.topk_groups]
     left = [expert for group in sorted(kept) for expert in groups[group]]
     return sorted(left, key=lambda expert: -ranks[expert])[:top_k]
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton of many tokens"])
+@pytest.mark.parametrize("num_experts", [12, 32])
+@pytest.mark.parametrize("rule", [RoutingRule(), RoutingRule("sigmoid", False, 2.5)], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_bias_of_logits_is_added_in_fp32(device, backend, num_experts, rule, dtypes, monkeypatch) -> None:
+    """As if the logits had come with it; one far below all logits leaves its expert out."""
+    if backend == "triton of many tokens":
+        backend = "triton"
+        monkeypatch.setattr("slipstream_kernels.moe.triton.route_experts.ROUTED_VALUES", 0)
+    logits = logits_of(21, num_experts, device, dtypes[0])
+    bias = (torch.linspace(2.0, -2.0, num_experts, device=device) ** 3).to(dtypes[1])
+    bias[3] = -60.0
+    selection = torch.linspace(0.0, 0.1, num_experts, device=device)
+    for selection_bias in (None, selection):
+        options = {"selection_bias": selection_bias, "backend": backend}
+        routing = ops.route_experts(logits, 4, rule, logit_bias=bias, **options)
+        expected = ops.route_experts(logits.float() + bias.float(), 4, rule, **options)
+        assert torch.equal(routing.rows, expected.rows) and torch.equal(routing.offsets, expected.offsets)
+        torch.testing.assert_close(routing.weights, expected.weights, rtol=1e-6, atol=1e-7)
+        sizes = routing.offsets.diff()
+        assert sizes[3] == 0 and sizes[0] > 0
+    plain = ops.route_experts(logits, 4, rule, backend=backend)
+    assert not torch.equal(plain.offsets, routing.offsets)
+
+
+def test_a_bias_of_logits_is_named_if_it_cannot_be_added() -> None:
+    with pytest.raises(ValueError, match="logit_bias: shape"):
+        ops.route_experts(torch.zeros(3, 4), 2, logit_bias=torch.zeros(5))
+    with pytest.raises(ValueError, match="logit_bias: dtype"):
+        ops.route_experts(torch.zeros(3, 4), 2, logit_bias=torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_router_is_right_whoever_adds_its_bias(device, num_tokens, dtype, monkeypatch) -> None:
+    """linear_before_bias and route_experts against fp64, where the library multiplies and where another kernel does."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden, router = torch.randn(num_tokens, 96, generator=generator), torch.randn(32, 96, generator=generator) / 10
+    bias = torch.randn(32, generator=generator)
+    x, tensor, bias = (one.to(device, dtype) for one in (hidden, router, bias))
+    weight = ops.plain_weight(tensor, bias)
+    exact = x.double() @ tensor.double().t() + bias.double()
+    for is_by_library in (False, True):
+        monkeypatch.setattr(linear, "_is_by_library", lambda *_, answer=is_by_library: answer)
+        logits, left = ops.linear_before_bias(x, weight)
+        assert (left is bias, logits.dtype) == ((True, torch.float32) if is_by_library else (False, dtype))
+        whole = logits.float() if left is None else logits + left.float()
+        rtol, atol = ELEMENTWISE[torch.float32 if is_by_library else dtype]
+        torch.testing.assert_close(whole.double(), exact, rtol=rtol, atol=10 * atol)
+        weights = ops.route_experts(logits, 4, logit_bias=left).weights
+        expected = ops.route_experts(exact.float(), 4).weights
+        torch.testing.assert_close(weights, expected, rtol=10 * rtol, atol=10 * atol)
+    assert ops.linear_before_bias(x, ops.plain_weight(tensor))[1] is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from paged_forward import PagedForward
 from slipstream.core.config import ModelConfig
 from slipstream.nn.load import load_model
 from slipstream.nn.models import FAMILIES
+from slipstream_kernels import ops
 from tiny_checkpoints import make_checkpoint, relative_error
 from tiny_variants import VARIANTS
+from torch import Tensor
 
 PROMPT = [(7 * position) % 89 + 3 for position in range(23)]
 ONE_OF_EACH = {family: variant for variant, (family, _) in reversed(VARIANTS.items())}
@@ -40,6 +43,23 @@ def test_dummy_weights(family: str, tmp_path: Path) -> None:
     decoder = load_model(ModelConfig(model=str(path), device="cpu", load_format="dummy"))
     (logits,) = PagedForward(decoder, [PROMPT]).run([16])
     assert logits.isfinite().all() and 0.05 < logits.std().item() < 20
+
+
+def test_a_router_s_bias_is_added_once_by_whoever_adds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the library multiplies: gpt-oss's product without the bias, then the choice with it."""
+    checkpoint, biases = make_checkpoint("gpt-oss", tmp_path), []
+    decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
+    in_product = PagedForward(decoder, [PROMPT]).run([16])[0]
+
+    def before_bias(x: Tensor, weight: ops.LinearWeight) -> tuple[Tensor, Tensor | None]:
+        biases.append(weight.bias)
+        return ops.linear(x, replace(weight, bias=None)), weight.bias
+
+    monkeypatch.setattr(ops, "linear_before_bias", before_bias)
+    in_choice = PagedForward(decoder, [PROMPT]).run([16])[0]
+    assert biases and all(bias.abs().max() > 0 for bias in biases)
+    assert relative_error(in_choice, in_product) < 1e-5
+    assert relative_error(in_choice, checkpoint.logits(PROMPT)) < 1e-4
 
 
 @pytest.mark.parametrize("family", QUANTISED)

@@ -25,7 +25,7 @@ W4A16_TILES = {
 W4A16_SHAPE = {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False, "IS_E4M3": True}
 GROUPED_MXFP4_TILE = {**GROUPED_TILE, **MXFP4, "BLOCK_K": 128}
 ROUTES = {
-    "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
+    "logits_ptr": "*bf16", "logit_bias_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
     "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
     "offsets_ptr": "*i32", "y_ptr": "*bf16", "out_ptr": "*bf16", "logits_row_stride": "i32", "num_tokens": "i32",
     "num_pairs": "i32", "y_row_stride": "i32", "size": "i32", "alpha": "fp32", "limit": "fp32",
@@ -34,7 +34,7 @@ ROUTES = {
 ROUTES_SHAPE = {
     "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "TOP_K": 2, "RENORMALISE": True, "BLOCK_M": 32, "BLOCK": 1024,
     "IS_SIGMOID": False, "HAS_BIAS": False, "HAS_SHARED": False, "HAS_GATE": False, "NUM_GROUPS": 1, "TOPK_GROUPS": 1,
-    "SUMS_TWO": False,
+    "SUMS_TWO": False, "HAS_LOGIT_BIAS": False,
 }  # fmt: skip
 GROUP_ROUTES = {"IS_SIGMOID": True, "HAS_BIAS": True, "NUM_GROUPS": 4, "TOPK_GROUPS": 2, "SUMS_TWO": True}
 
@@ -43,6 +43,10 @@ KERNELS = [
     ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES, "BLOCK_M": 8}, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
+    *(
+        ("route_experts", kernel, {**ROUTES, "logits_ptr": "*fp32"}, {**ROUTES_SHAPE, "HAS_LOGIT_BIAS": True}, 4)
+        for kernel in ("_route_experts_kernel", "_choose_experts_kernel")
+    ),
     ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("combine_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("combine_experts", "_combine_experts_kernel", ROUTES, {**ROUTES_SHAPE, "HAS_SHARED": True, "HAS_GATE": True}, 4),

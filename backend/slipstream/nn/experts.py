@@ -43,10 +43,12 @@ class Experts:
         assert isinstance(hidden, Tensor)
         routing, bias = self.spec.routing, self.selection_bias
         shared, gate = self._of_shared(hidden)
+        logits, logit_bias = self.router.apply_before_bias(hidden)
         rows = ops.route_experts(
-            self.router.apply(hidden),
+            logits,
             routing.num_experts_per_token,
             routing.rule,
+            logit_bias=logit_bias,
             selection_bias=None if bias is None else bias.values,
             is_invariant=self.router.weight.kind.deterministic,
         )

@@ -52,6 +52,10 @@ class Linear:
         """The product of rows that are in `activation_quant` already."""
         return ops.linear(x, self.weight)
 
+    def apply_before_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The product, and the bias that it has not added yet, if any: see ops.linear_before_bias."""
+        return ops.linear_before_bias(x, self.weight)
+
     def apply_gated(self, x: ops.Activation, quant: ops.ActivationQuant[A], activation: str = "silu") -> A:
         """activation(gate) · up of the product [gate, up], as layers of that `activation_quant` read it.
 

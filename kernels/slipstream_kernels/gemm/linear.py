@@ -9,6 +9,7 @@ from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.activation_quant import A, Activation, ActivationQuant
 from slipstream_kernels.gemm.choose import this_device, variant_of
 from slipstream_kernels.gemm.kernels import KERNELS
+from slipstream_kernels.gemm.library.fp32_mm import fp32_mm
 from slipstream_kernels.gemm.linear_weight import LinearWeight
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
 
@@ -19,6 +20,26 @@ def linear(x: Activation, weight: LinearWeight) -> Tensor:
     x: [num_tokens, in_features] in the form of weight.input_quant.
     """
     return _multiply(x, weight, gated=False)[0]
+
+
+def linear_before_bias(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor | None]:
+    """linear's result and None; or the product in fp32 without its bias, and the bias, for a kernel that reads it.
+
+    The library splits long sums of few output features, as those of a router, and adds a bias to them in a launch of
+    its own.  Nothing is rounded in between.
+    """
+    if weight.bias is None or not _is_by_library(x, weight):
+        return linear(x, weight), None
+    return fp32_mm(x, weight.tensor), weight.bias
+
+
+def _is_by_library(x: Tensor, weight: LinearWeight) -> bool:
+    if x.device.type != "cuda" or weight.order is not None or weight.kind.format != "plain":
+        return False
+    return variant_of(Product(weight.kind, x.shape[0], PLAIN_ROWS, x.dtype, False)).kernel in (
+        "library",
+        "library_split",
+    )
 
 
 def gated_linear(x: Activation, weight: LinearWeight, quant: ActivationQuant[A], activation: str = "silu") -> A:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingRule
+from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingBiases, RoutingRule
 
 
 def route_experts(
-    logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None, is_invariant: bool
+    logits: torch.Tensor, top_k: int, rule: RoutingRule, biases: RoutingBiases, is_invariant: bool
 ) -> Routing:
     """See ops.route_experts.  No row depends on the others."""
     num_tokens, num_experts = logits.shape
-    finite = logits.float().nan_to_num(-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    biased = logits.float() if biases.of_logits is None else logits.float() + biases.of_logits.float()
+    finite = biased.nan_to_num(-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     scores = finite.sigmoid() if rule.score == "sigmoid" else finite.softmax(dim=-1)
-    ranks = scores if selection_bias is None else scores + selection_bias
+    ranks = scores if biases.of_selection is None else scores + biases.of_selection
     if rule.num_groups > 1:
         ranks = _in_best_groups(ranks, rule)
     experts = ranks.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingRule, empty_routing
+from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingBiases, RoutingRule, empty_routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.step_kernel import step_kernel
 
@@ -26,6 +26,7 @@ ROUTED_VALUES = 512  # logits up to which one program does it all; measured in d
 @triton.jit
 def _scores_and_ranks(
     logits_ptr,
+    logit_bias_ptr,
     bias_ptr,
     tokens,
     num_tokens,
@@ -33,6 +34,7 @@ def _scores_and_ranks(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
@@ -46,6 +48,8 @@ def _scores_and_ranks(
     places = logits_ptr + tokens.to(tl.int64)[:, None] * logits_row_stride + experts[None, :]
     is_one = (experts < NUM_EXPERTS)[None, :]
     logits = tl.load(places, mask=(tokens < num_tokens)[:, None] & is_one, other=float("-inf")).to(tl.float32)
+    if HAS_LOGIT_BIAS:
+        logits += tl.load(logit_bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
     # NaN would be nobody's maximum: an expert that there is not, and rows that nobody writes.
     logits = tl.where(logits == logits, tl.clamp(logits, -LARGEST, LARGEST), -LARGEST)
     scores = tl.sigmoid(logits) if IS_SIGMOID else tl.exp(logits - tl.max(logits, axis=1)[:, None])
@@ -126,6 +130,7 @@ def _total(
 @step_kernel
 def _route_experts_kernel(
     logits_ptr,
+    logit_bias_ptr,
     bias_ptr,
     weights_ptr,
     rows_ptr,
@@ -139,6 +144,7 @@ def _route_experts_kernel(
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
@@ -152,6 +158,7 @@ def _route_experts_kernel(
     mask = tokens < num_tokens
     scores, ranks = _scores_and_ranks(
         logits_ptr,
+        logit_bias_ptr,
         bias_ptr,
         tokens,
         num_tokens,
@@ -159,6 +166,7 @@ def _route_experts_kernel(
         NUM_EXPERTS,
         EXPERTS_PADDED,
         IS_SIGMOID,
+        HAS_LOGIT_BIAS,
         HAS_BIAS,
         NUM_GROUPS,
         TOPK_GROUPS,
@@ -187,6 +195,7 @@ def _route_experts_kernel(
 @step_kernel
 def _choose_experts_kernel(
     logits_ptr,
+    logit_bias_ptr,
     bias_ptr,
     experts_ptr,
     weights_ptr,
@@ -198,6 +207,7 @@ def _choose_experts_kernel(
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
@@ -212,6 +222,7 @@ def _choose_experts_kernel(
     mask = tokens < num_tokens
     scores, ranks = _scores_and_ranks(
         logits_ptr,
+        logit_bias_ptr,
         bias_ptr,
         tokens,
         num_tokens,
@@ -219,6 +230,7 @@ def _choose_experts_kernel(
         NUM_EXPERTS,
         EXPERTS_PADDED,
         IS_SIGMOID,
+        HAS_LOGIT_BIAS,
         HAS_BIAS,
         NUM_GROUPS,
         TOPK_GROUPS,
@@ -265,7 +277,7 @@ def _sort_experts_kernel(
 
 
 def route_experts(
-    logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None, is_invariant: bool
+    logits: torch.Tensor, top_k: int, rule: RoutingRule, biases: RoutingBiases, is_invariant: bool
 ) -> Routing:
     """See ops.route_experts."""
     num_tokens, num_experts = logits.shape
@@ -277,19 +289,20 @@ def route_experts(
     tokens_padded = triton.next_power_of_2(num_tokens)
     chosen_tokens = max(1, (UNALIGNED_VALUES if num_experts % 16 else CHOSEN_VALUES) // padded)  # of a program
     if is_invariant:  # one tile, whose threads add a token's scores in one order
-        _choose_and_sort(logits, selection_bias, routing, padded, rule, chosen_tokens)
+        _choose_and_sort(logits, biases, routing, padded, rule, chosen_tokens)
     elif padded * tokens_padded <= ROUTED_VALUES:
-        _route_together(logits, selection_bias, routing, padded, rule)
+        _route_together(logits, biases, routing, padded, rule)
     else:
-        _choose_and_sort(logits, selection_bias, routing, padded, rule, min(chosen_tokens, tokens_padded))
+        _choose_and_sort(logits, biases, routing, padded, rule, min(chosen_tokens, tokens_padded))
     return routing
 
 
-def _constants(rule: RoutingRule, has_bias: bool) -> dict[str, bool | int]:
+def _constants(rule: RoutingRule, biases: RoutingBiases) -> dict[str, bool | int]:
     return {
         "RENORMALISE": rule.renormalises,
         "IS_SIGMOID": rule.score == "sigmoid",
-        "HAS_BIAS": has_bias,
+        "HAS_LOGIT_BIAS": biases.of_logits is not None,
+        "HAS_BIAS": biases.of_selection is not None,
         "NUM_GROUPS": rule.num_groups,
         "TOPK_GROUPS": rule.topk_groups,
         "SUMS_TWO": rule.group_score == "top2sum",
@@ -297,13 +310,14 @@ def _constants(rule: RoutingRule, has_bias: bool) -> dict[str, bool | int]:
 
 
 def _route_together(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, padded: int, rule: RoutingRule
+    logits: torch.Tensor, biases: RoutingBiases, routing: Routing, padded: int, rule: RoutingRule
 ) -> None:
     num_tokens, top_k = routing.weights.shape
     block_m = triton.next_power_of_2(num_tokens)
     _route_experts_kernel[(1,)](
         logits,
-        bias,
+        biases.of_logits,
+        biases.of_selection,
         routing.weights,
         routing.rows,
         routing.tokens,
@@ -314,7 +328,7 @@ def _route_together(
         NUM_EXPERTS=routing.num_experts,
         EXPERTS_PADDED=padded,
         TOP_K=top_k,
-        **_constants(rule, bias is not None),
+        **_constants(rule, biases),
         BLOCK_M=block_m,
         num_warps=min(8, max(1, padded * block_m // 256)),
         **dependent_launch(logits.device),
@@ -322,7 +336,7 @@ def _route_together(
 
 
 def _choose_and_sort(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, padded: int, rule: RoutingRule, block_m: int
+    logits: torch.Tensor, biases: RoutingBiases, routing: Routing, padded: int, rule: RoutingRule, block_m: int
 ) -> None:
     num_tokens, top_k = routing.weights.shape
     num_experts = routing.num_experts
@@ -330,7 +344,8 @@ def _choose_and_sort(
     launch = dependent_launch(logits.device)
     _choose_experts_kernel[(triton.cdiv(num_tokens, block_m),)](
         logits,
-        bias,
+        biases.of_logits,
+        biases.of_selection,
         experts,
         routing.weights,
         logits.stride(0),
@@ -339,7 +354,7 @@ def _choose_and_sort(
         NUM_EXPERTS=num_experts,
         EXPERTS_PADDED=padded,
         TOP_K=top_k,
-        **_constants(rule, bias is not None),
+        **_constants(rule, biases),
         BLOCK_M=block_m,
         **launch,
     )
