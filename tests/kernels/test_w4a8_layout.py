@@ -73,25 +73,6 @@ def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
         assert in_one_pass or (variant.warpgroups_m == 4 and variant.splits == 1)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((6144, 4096), (1, 1)),
-        ((4096, 4096), (1, 2)),
-        ((28672, 4096), (4, 1)),
-        ((4096, 14336), (1, 2)),
-        ((15360, 5120), (2, 1)),
-        ((5120, 13696), (4, 4)),
-        ((10240, 8192), (4, 2)),
-        ((8192, 8192), (1, 1)),
-        ((8192, 28672), (2, 2)),
-    ],
-)
-def test_what_was_measured_is_chosen(sizes: tuple[int, int], expected: tuple[int, int]) -> None:
-    for num_tokens in (8, 32, 64):
-        assert choose(num_tokens, sizes, lambda variant: AT_ONCE[variant.splits]) == (num_tokens, *expected, 1)
-
-
 @pytest.mark.parametrize("sizes", [(4096, 4096), (6144, 4096), (4096, 14336), (5120, 13696), (16, 128)])
 def test_more_rows_go_where_outputs_are_narrow(sizes: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:

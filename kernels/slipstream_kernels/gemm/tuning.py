@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from slipstream_kernels.gemm import variant_orders
 from slipstream_kernels.gemm.costs import StreamCosts, StreamW4A8Costs, StreamW4A16Costs, SwapAbCosts
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
+from slipstream_kernels.gemm.variant_orders import MOST_ROWS
 
-MOST_ROWS = 1 << 31
 Ranges = tuple[tuple[int, int], ...]  # of numbers of rows: first, last
 
 
@@ -244,76 +245,16 @@ _USES_OF_H200: Table = {
     ),
     ("w4a8", FP8_ROWS): (_STREAM_OF_W4A8, Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
 }
-MANY_BLOCKS = 1 << 16
 H200 = Tuning(
     uses=_USES_OF_H200,
     mixed_gemm={32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)},
-    mixed_gemm_w4a8={
-        64: (
-            (1, 2, 1, MANY_BLOCKS),
-            (4, 4, 65, MANY_BLOCKS),
-            (2, 2, 65, MANY_BLOCKS),
-            (1, 1, 1, MANY_BLOCKS),
-            (4, 2, 64, MANY_BLOCKS),
-            (2, 1, 1, MANY_BLOCKS),
-        ),
-        128: ((1, 2, 1, MANY_BLOCKS), (1, 1, 1, 64), (2, 2, 1, MANY_BLOCKS)),
-        256: ((1, 2, 1, MANY_BLOCKS), (2, 2, 1, MANY_BLOCKS)),
-    },
+    mixed_gemm_w4a8=variant_orders.MIXED_GEMM_W4A8,
     # What 66 clusters of two CTAs have at once, and half of it.  8192 x 28672 at 128 rows 101 us, by CUTLASS 130; 4096
     # x 14336 at 200 rows 59 and 70, but 5120 x 13824 93 and 69, 4096 x 4096 24 and 22.
     narrow_features={128: (8448, 0.0), 256: (4224, 2.5)},
     exact_features={112: MOST_ROWS, 128: 8448},
-    mixed_gemm_w4a16={
-        32: ((32, 1, 2, 1, MANY_BLOCKS), (32, 1, 1, 1, MANY_BLOCKS), (32, 2, 1, 1, MANY_BLOCKS)),
-        48: (
-            (64, 1, 2, 65, MANY_BLOCKS),
-            (64, 2, 2, 65, MANY_BLOCKS),
-            (64, 4, 4, 1, 64),
-            (64, 4, 3, 1, 64),
-            (64, 2, 1, 1, MANY_BLOCKS),
-        ),
-        64: (
-            (32, 1, 1, 1, 32),
-            (64, 2, 4, 129, MANY_BLOCKS),
-            (64, 2, 2, 65, MANY_BLOCKS),
-            (64, 4, 4, 1, 64),
-            (64, 4, 3, 1, 64),
-            (64, 2, 1, 1, MANY_BLOCKS),
-        ),
-        96: (
-            (128, 2, 4, 129, MANY_BLOCKS),
-            (128, 2, 2, 65, 128),
-            (128, 4, 5, 1, 64),
-            (128, 4, 4, 1, MANY_BLOCKS),
-            (128, 4, 3, 1, MANY_BLOCKS),
-        ),
-        128: ((128, 4, 5, 29, 128), (128, 4, 4, 1, MANY_BLOCKS), (128, 4, 3, 1, MANY_BLOCKS)),
-        MOST_ROWS: ((128, 4, 4, 1, MANY_BLOCKS), (128, 4, 2, 1, MANY_BLOCKS)),
-    },
-    mixed_gemm_pairs={
-        32: (
-            (1, 3, 49, MANY_BLOCKS),  # 2048 x 8192
-            (4, 8, 129, MANY_BLOCKS),  # 3584 x 18944 at 8 rows 18 us, in two splits 22
-            (4, 5, 97, MANY_BLOCKS),
-            (1, 2, 1, MANY_BLOCKS),
-            (4, 4, 33, MANY_BLOCKS),  # 5120 x 5120 at 8 rows 10.1 us, in one split 12.7
-            (1, 1, 1, MANY_BLOCKS),
-            (4, 2, 64, MANY_BLOCKS),
-            (2, 1, 1, MANY_BLOCKS),
-        ),
-        64: (
-            (2, 6, 49, 96),
-            (4, 8, 129, MANY_BLOCKS),
-            (2, 4, 1, 48),
-            (2, 3, 1, 48),
-            (1, 2, 65, MANY_BLOCKS),
-            (4, 4, 1, MANY_BLOCKS),
-            (1, 1, 1, MANY_BLOCKS),
-            (4, 2, 1, MANY_BLOCKS),
-            (2, 1, 1, MANY_BLOCKS),
-        ),
-    },
+    mixed_gemm_w4a16=variant_orders.MIXED_GEMM_W4A16,
+    mixed_gemm_pairs=variant_orders.MIXED_GEMM_PAIRS,
     small_weights={128: 0, MOST_ROWS: 1 << 24},
     narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},
     swap_ab=SwapAbCosts(),

@@ -67,11 +67,11 @@ struct W8A16 {
   static constexpr int kPhases = 4, kGroups = 0, kTileBytes = 2048, kScaleBytes = 0, kTokenColumns = 1;
   uint4 raw[kPhases];
 
-  __device__ __forceinline__ void load(uint32_t tile, uint32_t, int lane) {
-    // Lanes 8 i + r name row r of matrix i: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
-    const uint32_t row = tile + lane / 8 % 2 * 1024 + lane % 8 * 128, piece = lane / 16;
-#pragma unroll
-    for (int i = 0; i < kPhases; ++i) raw[i] = load_matrices(row + ((2 * i + piece) ^ (lane % 8)) * 16);
+  // Lanes 8 i + r name row r of matrix i: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
+  static __device__ __forceinline__ uint32_t offset(int lane) { return lane / 8 % 2 * 1024 + lane % 8 * 128; }
+
+  __device__ __forceinline__ void load(int phase, uint32_t from, int lane) {
+    raw[phase] = load_matrices(from + ((2 * phase + lane / 16) ^ (lane % 8)) * 16);
   }
 
   // a: registers of two products.
@@ -124,13 +124,12 @@ template <int GROUPS>
 struct PackedScales {
   uint32_t words[GROUPS][2];
 
-  // from: [row][group] in shared memory.
-  __device__ __forceinline__ void load(uint32_t from, int lane) {
+  // Of a lane's words among those of a tile's block, [row][group].
+  static __device__ __forceinline__ uint32_t offset(int lane) { return lane / 4 * GROUPS * 4; }
+
+  __device__ __forceinline__ void load(uint32_t from) {
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) {
-      const int row = lane / 4 + 8 * (i % 2);
-      words[i / 2][i % 2] = load_shared_4(from + (row * GROUPS + i / 2) * 4);
-    }
+    for (int i = 0; i < 2 * GROUPS; ++i) words[i / 2][i % 2] = load_shared_4(from + (8 * (i % 2) * GROUPS + i / 2) * 4);
   }
 };
 
@@ -151,11 +150,9 @@ struct W4A8 {
   uint4 raw[kPhases];
   Scales scales;
 
-  __device__ __forceinline__ void load(uint32_t tile, uint32_t words, int lane) {
-#pragma unroll
-    for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_16(tile + 512 * i + 16 * lane);
-    scales.load(words, lane);
-  }
+  static __device__ __forceinline__ uint32_t offset(int lane) { return 16 * lane; }
+
+  __device__ __forceinline__ void load(int phase, uint32_t from, int) { raw[phase] = load_shared_16(from + 512 * phase); }
 
   __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
     split_codes(raw[phase].x, a[0], a[2]), split_codes(raw[phase].y, a[1], a[3]);
@@ -184,11 +181,9 @@ struct PackedW4A16 {
   uint2 raw[kPhases];
   Scales scales;
 
-  __device__ __forceinline__ void load(uint32_t tile, uint32_t words, int lane) {
-#pragma unroll
-    for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_8(tile + 256 * i + 8 * lane);
-    scales.load(words, lane);
-  }
+  static __device__ __forceinline__ uint32_t offset(int lane) { return 8 * lane; }
+
+  __device__ __forceinline__ void load(int phase, uint32_t from, int) { raw[phase] = load_shared_8(from + 256 * phase); }
 
   __device__ __forceinline__ void pin() {
 #pragma unroll
@@ -238,6 +233,10 @@ template <typename T, int GROUPS>
 struct W4A16Pairs : PackedW4A16<T, GROUPS> {
   static constexpr bool kIsScaledInside = true;
   static constexpr int kPhases = 2, kTokenColumns = 2;
+
+  __device__ __forceinline__ void load(int phase, uint32_t from, int lane) {
+    PackedW4A16<T, GROUPS>::load(2 * phase, from, lane), PackedW4A16<T, GROUPS>::load(2 * phase + 1, from, lane);
+  }
 
   __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
 #pragma unroll

@@ -1,154 +1,127 @@
-// The consumer warpgroups. A lane's weights become operands in its registers, one phase while the products of the one
-// before are under way: no expanded weight goes through shared memory. Sums stay in the tensor cores' registers to the end,
-// or leave them a group at a time where the format scales them there (kIsScaledInside).
+// The consumer warpgroups. A lane's weights become operands in its registers: no expanded weight goes through shared
+// memory. Sums stay in the tensor cores' registers to the end, or leave them a group at a time where the format scales them
+// there (kIsScaledInside). A warp finishes a block before it begins the next: the others of its scheduler fill its waits.
+// What bounds few tokens is how many instructions a block takes, so places in the ring are counted once a stage.
 #pragma once
 
 #include "schedule/mixed_gemm_shape.cuh"
 #include "mma/hopper_mma.cuh"
+#include "mma/mixed_gemm_sums.cuh"
 #include "mma/wgmma_fragments.cuh"
 
 namespace slipstream {
 
+// What a lane reads: in the first stage of the ring, of its warpgroup's first block there.
+template <typename SHAPE>
+struct MixedGemmPlaces {
+  using Format = typename SHAPE::Format;
+  static constexpr bool kIsByTiles = Format::kOrder == WeightOrder::kTiles;
+  // From block to block of a stage.
+  static constexpr uint32_t kTokenStep = SHAPE::kSlabs * SHAPE::kColumns * 128;
+  static constexpr uint32_t kWeightStep = kIsByTiles ? Format::kTileBytes : SHAPE::kBlockBytes;
+  static constexpr uint32_t kScaleStep = kIsByTiles ? SHAPE::kTiles * Format::kScaleBytes : SHAPE::kBlockBytes;
+  uint32_t tokens;   // lower half of a descriptor
+  uint32_t weights, scales = 0, sums = 0;
+
+  __device__ __forceinline__ MixedGemmPlaces(const MixedGemmMemory<SHAPE>& memory, int warpgroup_m, int warpgroup_k) {
+    const int lane = threadIdx.x % 32, tile = 4 * warpgroup_m + threadIdx.x / 32 % 4;
+    tokens = static_cast<uint32_t>(rows_operand(memory.tokens(0) + warpgroup_k * kTokenStep));
+    weights = memory.weights(0, warpgroup_k, tile) + Format::offset(lane);
+    if constexpr (Format::kGroups > 0) scales = memory.scales(0, warpgroup_k, tile) + Format::Scales::offset(lane);
+    if constexpr (SHAPE::kIsScaledInside) sums = memory.activation_sums(0, warpgroup_k) + lane % 4 * 8;
+  }
+
+  // Known to be the same for all lanes: descriptors are made by the uniform unit.
+  __device__ __forceinline__ uint32_t tokens_of(int stage) const {
+    return __shfl_sync(~0u, tokens + stage * (SHAPE::kStageBytes / 16), 0);
+  }
+};
+
 template <typename SHAPE>
 struct MixedGemmConsumer {
   using Format = typename SHAPE::Format;
+  using Places = MixedGemmPlaces<SHAPE>;
   static constexpr int kParts = SHAPE::kParts, kSums = SHAPE::kSums, kPhases = Format::kPhases;
+  static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kWarpgroupsK;   // of a stage
+  static_assert(kOwnBlocks <= 2);
+  // Phases of a block that are loaded before its first product: all where registers are left for them.
+  static constexpr bool kLoadsAll = SHAPE::kColumns <= 48 || (kPhases == 2 && Format::kGroups == 1);
+  static constexpr int kLoadedAhead = kLoadsAll ? kPhases : kPhases / 2;
   MixedGemmMemory<SHAPE> memory;
   const MixedGemmWork<SHAPE>& work;
   int warpgroup_m, warpgroup_k;
   PipelineState<SHAPE::kStages> state;
-  int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  Format weights;
-  uint32_t a[2][8];   // operands of two phases
 
   // tiles: of the pass.
   __device__ __forceinline__ void multiply_pass(int tiles, float (&sums)[kSums]) {
     const int mine = (work.num_blocks() - warpgroup_k + SHAPE::kWarpgroupsK - 1) / SHAPE::kWarpgroupsK;
-    int left = work.num_stages();
-    if (4 * warpgroup_m < tiles && mine > 0) left -= multiply_blocks(mine, sums);
-    for (; left > 0; --left) await(), release();
+    const Places places(memory, warpgroup_m, warpgroup_k);
+    const int count = 4 * warpgroup_m < tiles ? mine : 0;
+#pragma unroll 1
+    for (int block = 0, stage = 0; stage < work.num_stages(); ++stage, block += kOwnBlocks) {
+      const uint32_t tokens = places.tokens_of(state.stage);
+      wait_barrier(memory.full(state.stage), state.parity);
+      if (block < count) multiply_block<0>(places, tokens, block > 0, sums);
+      if (kOwnBlocks > 1 && block + 1 < count) multiply_block<kOwnBlocks - 1>(places, tokens, true, sums);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(memory.empty(state.stage));
+      state.advance();
+    }
   }
 
  private:
-  static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kWarpgroupsK;   // of a stage
-
-  __device__ __forceinline__ void await() const { wait_barrier(memory.full(state.stage), state.parity); }
-
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (lane == 0) arrive(memory.empty(state.stage));
-    state.advance();
-  }
-
-  // Returns how many stages were passed.
-  __device__ __forceinline__ int multiply_blocks(int count, float (&sums)[kSums]) {
-    int own = 0, stages = 0;   // of the stage's blocks
-    await();
-    load(state.stage, block_of(0));
-    weights.expand(0, a[0]);
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const bool is_last = i + 1 == count, is_end = is_last || own + 1 == kOwnBlocks;
-      multiply_block(state.stage, block_of(own), i > 0, sums, [&] {
-        if (is_last) return;
-        PipelineState<SHAPE::kStages> next = state;
-        if (is_end) next.advance(), wait_barrier(memory.full(next.stage), next.parity);
-        load(next.stage, block_of(is_end ? 0 : own + 1));
-        wait_for_products<1>();
-        weights.pin();
-        weights.expand(0, a[0]);
-      });
-      own = is_end ? 0 : own + 1;
-      if (is_end) release(), ++stages;
-    }
-    return stages;
-  }
-
-  __device__ __forceinline__ int block_of(int own) const { return warpgroup_k + SHAPE::kWarpgroupsK * own; }
-
-  __device__ __forceinline__ void load(int stage, int block) {
-    const int tile = 4 * warpgroup_m + warp;
-    weights.load(memory.weights(stage, block, tile), memory.scales(stage, block, tile), lane);
-  }
-
-  // sums += the block's products. ahead(): makes the next block's first operands while the last products are under way.
-  template <typename AHEAD>
-  __device__ __forceinline__ void multiply_block(int stage, int block, bool adds, float (&sums)[kSums],
-                                                 const AHEAD& ahead) {
-    if constexpr (Format::kIsScaledInside) {
-      const typename Format::Scales scales = weights.scales;   // ahead() loads the next block's
+  // sums += products of the warpgroup's block OWN of the stage; adds: else they are overwritten, if they stay in the tensor
+  // cores' registers. tokens: of the stage.
+  template <int OWN>
+  __device__ __forceinline__ void multiply_block(const Places& places, uint32_t tokens, bool adds, float (&sums)[kSums]) const {
+    const uint32_t start = state.stage * SHAPE::kStageBytes;
+    constexpr uint32_t kBlock = SHAPE::kWarpgroupsK * OWN;
+    Format weights;
+    if constexpr (Format::kGroups > 0) weights.scales.load(places.scales + start + kBlock * Places::kScaleStep);
+    const uint32_t from = places.weights + start + kBlock * Places::kWeightStep;
+#pragma unroll
+    for (int phase = 0; phase < kLoadedAhead; ++phase) weights.load(phase, from, threadIdx.x % 32);
+    const uint64_t b = (rows_operand(0) >> 32 << 32) | (tokens + kBlock * Places::kTokenStep / 16);
+    if constexpr (SHAPE::kIsScaledInside) {
+      constexpr int kGroupPhases = kPhases / Format::kGroups;
 #pragma unroll
       for (int group = 0; group < Format::kGroups; ++group) {
-        constexpr int kGroupPhases = kPhases / Format::kGroups;
         float parts[kParts];
-        multiply_phases<kGroupPhases>(stage, block, group * kGroupPhases, false, parts);
-        if (group + 1 == Format::kGroups) ahead();
+        multiply_phases<kGroupPhases>(weights, from, group * kGroupPhases, b, false, parts);
+        GroupTokens<SHAPE> of_tokens;
+        of_tokens.load(places.sums + start + kBlock * SHAPE::kActivationSumBytes + group * 4 * SHAPE::kSumTokens);
         wait_for_products<0>();
         pin(parts);
-        const uint32_t of_tokens = memory.activation_sums(stage, block) + group * 4 * SHAPE::kSumTokens + lane % 4 * 8;
-        if constexpr (SHAPE::kIsInPairs) add_pairs(scales.words[group], of_tokens, parts, sums);
-        else add(scales.words[group], of_tokens, parts, sums);
+        add_group<SHAPE>(weights.scales.words[group], of_tokens, parts, sums);
       }
     } else {
-      multiply_phases<kPhases>(stage, block, 0, adds, sums);
-      ahead();
+      multiply_phases<kPhases>(weights, from, 0, b, adds, sums);
       wait_for_products<0>();
       pin(sums);
     }
   }
 
-  // to (+)= products of COUNT phases from `first` on; makes operands of the phase behind each, within the block.
+  // to (+)= products of COUNT phases from `first` on. Operands of two phases are held.
   template <int COUNT>
-  __device__ __forceinline__ void multiply_phases(int stage, int block, int first, bool adds, float (&to)[kParts]) {
+  __device__ __forceinline__ void multiply_phases(Format& weights, uint32_t from, int first, uint64_t b, bool adds,
+                                                  float (&to)[kParts]) const {
+    uint32_t operands[2][8];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      const int phase = first + i;
+      if (i > 1) {
+        wait_for_products<1>();
+        weights.pin();
+      }
+      if (first + i >= kLoadedAhead) weights.load(first + i, from, threadIdx.x % 32);
+      weights.expand(first + i, operands[i % 2]);
       begin_products();
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int step = 2 * phase + j, slab = step / 4;
-        const uint32_t tokens = memory.tokens(stage) + (block * SHAPE::kSlabs + slab) * SHAPE::kColumns * 128;
-        const uint64_t b = rows_operand(tokens) + 2 * (step % 4);
-        multiply_fragment<typename SHAPE::Operand, SHAPE::kColumns>(to, a[phase % 2] + 4 * j, b, adds || i + j > 0);
+        const int step = 2 * (first + i) + j;
+        const uint64_t of_step = step / 4 * (SHAPE::kColumns * 128 / 16) + 2 * (step % 4);
+        multiply_fragment<typename SHAPE::Operand, SHAPE::kColumns>(to, operands[i % 2] + 4 * j, b + of_step, adds || i + j > 0);
       }
       commit_products();
-      if (phase + 1 < kPhases) {
-        if (phase > 0) wait_for_products<1>();
-        weights.pin();
-        weights.expand(phase + 1, a[(phase + 1) % 2]);
-      }
-    }
-  }
-
-  // sums += scale * (parts + bias * sums of activations), for rows l / 4 and l / 4 + 8.
-  __device__ __forceinline__ void add(const uint32_t (&words)[2], uint32_t activation_sums, const float (&parts)[kParts],
-                                      float (&sums)[kSums]) const {
-    const RowScale rows[2] = {Format::row_scale(words[0]), Format::row_scale(words[1])};
-#pragma unroll
-    for (int i = 0; i < kSums / 4; ++i) {
-      const uint2 pair = load_shared_8(activation_sums + 32 * i);
-      const float of_tokens[2] = {__uint_as_float(pair.x), __uint_as_float(pair.y)};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const RowScale& row = rows[e / 2];
-        sums[4 * i + e] += row.scale * (parts[4 * i + e] + row.bias * of_tokens[e % 2]);
-      }
-    }
-  }
-
-  // The same of tokens in two columns, of which the second has 16 times what it stands for. activation_sums: and scales.
-  __device__ __forceinline__ void add_pairs(const uint32_t (&words)[2], uint32_t activation_sums, const float (&parts)[kParts],
-                                            float (&sums)[kSums]) const {
-    const RowScale rows[2] = {Format::row_scale(words[0]), Format::row_scale(words[1])};
-#pragma unroll
-    for (int i = 0; i < kParts / 4; ++i) {
-      const uint2 of_token = load_shared_8(activation_sums + 32 * i);
-      const float activation_sum = __uint_as_float(of_token.x), scale = __uint_as_float(of_token.y);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float part = parts[4 * i + 2 * half] + 1.0f / 16 * parts[4 * i + 2 * half + 1];
-        sums[i / 2 * 4 + 2 * half + i % 2] += rows[half].scale * scale * (part + rows[half].bias * activation_sum);
-      }
     }
   }
 };

@@ -1,0 +1,31 @@
+"""Which variant of mixed_gemm multiplies few rows with 4-bit weights: the fastest that was measured, or nearly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from slipstream_kernels.gemm.cuda import mixed_gemm_pairs, mixed_gemm_w4a8_choice
+
+# us of one H200 by weight, rows and variant (warpgroups_m x splits): cold weights, behind what quantises or splits
+# rows, in a CUDA graph.  w4a8: FP8 rows; pairs: bf16 rows.
+TIMES = json.loads((Path(__file__).parents[1] / "golden" / "mixed_gemm_times.json").read_text())
+AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}  # clusters of so many CTAs, of an H200
+CHOICES = {"w4a8": mixed_gemm_w4a8_choice.choose, "pairs": mixed_gemm_pairs.choose}
+LOSS, TOTAL_LOSS = 1.1, 1.01  # of the fastest, in one cell and in all
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_the_fastest_that_was_measured_is_chosen(kind: str) -> None:
+    taken, least = 0.0, 0.0
+    for size, of_rows in TIMES[kind].items():
+        features = [int(number) for number in size.split(" x ")]
+        for rows, times in of_rows.items():
+            sizes = (features[0], features[1])
+            variant = CHOICES[kind](int(rows), sizes, lambda variant: AT_ONCE[variant.splits])
+            assert variant is not None
+            chosen, fastest = times[f"{variant.warpgroups_m}x{variant.splits}"], min(times.values())
+            assert chosen <= LOSS * fastest, (size, rows, variant, times)
+            taken, least = taken + chosen, least + fastest
+    assert least < taken <= TOTAL_LOSS * least
