@@ -149,6 +149,8 @@ def test_numbers_that_are_none_are_the_request_s_own_trouble(
 def test_the_server_s_own_bans_hold(served: Engine, prompts: list[list[int]]) -> None:
     params = asked("Force", replace(SAMPLED, allowed_token_ids=(5, 6), temperature=0.0), token=9)
     assert set(texts(run_all(served, prompts[:1], params))[0]) <= {5, 6}
+    banned = asked("Force", replace(SAMPLED, bad_words_ids=((0,),), temperature=0.0), token=0)
+    assert 0 not in texts(run_all(served, prompts[:1], banned))[0]
 
 
 def test_top_n_sigma(served: Engine, prompts: list[list[int]]) -> None:

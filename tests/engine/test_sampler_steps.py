@@ -12,7 +12,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.step_inputs import new_request
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.draws import draws_of
-from slipstream.worker.sample.logit_bias import BANNED, LogitsProcessors
+from slipstream.worker.sample.logit_bias import BANNED, EARLY, LogitsProcessors
 from slipstream.worker.sample.sampler import Sampled, Sampler
 from slipstream_kernels import ops
 
@@ -53,7 +53,7 @@ def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
                     banned = [7, *([5] if output[-1:] == [3] else []), *([4] if output[-2:] == [9, 3] else [])]
                 else:
                     banned = [8] if request is two and len(output) < 2 else []
-                expected[row, banned] = BANNED
+                expected[row, banned] = BANNED if request is one else EARLY
             logits = torch.zeros(len(batch), vocab)
             edits.apply(logits, batch)
             torch.testing.assert_close(logits, expected)

@@ -326,7 +326,7 @@ def test_a_death_answers_each_request_once_with_its_kind_of_error() -> None:
     """Also those of a step that was launched twice; an answer of the same step stands, a part of one does not."""
     ended, talking, silent = _requests(3)
     outputs = StepOutputs([StepOutput(ended, [4], FinishReason.STOP), StepOutput(talking, [5])])
-    end_all([ended, talking, silent, talking], RankLostError("rank 1"), outputs)
+    outputs = end_all([ended, talking, silent, talking], RankLostError("rank 1"), outputs)
     assert outputs.ended() == [ended, talking, silent] and not ended.error
     for output in list(outputs)[2:]:
         assert (output.finish_reason, output.error, output.fault) == (FinishReason.ERROR, "rank 1", RankLostError)

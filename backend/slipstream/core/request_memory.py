@@ -42,7 +42,7 @@ def bytes_by_field(request: Request) -> dict[str, int]:
     found["reference_ids"] = _ARRAY_BYTES * len(params.reference_ids)
     found["embedding_bias"] = _ARRAY_BYTES * len(params.embedding_bias)
     found["logit_bias"] = _PAIR_BYTES * len(params.logit_bias)
-    found["allowed_token_ids"] = _ID_BYTES * len(params.allowed_token_ids or ())
+    found["allowed_token_ids"] = (_ID_BYTES + _ARRAY_BYTES) * len(params.allowed_token_ids or ())
     found["stop_token_ids"] = (_ID_BYTES + num_sequences * _SET_BYTES) * len(params.stop_token_ids)
     found |= _bytes_of_words(params)
     if params.guide is not None:

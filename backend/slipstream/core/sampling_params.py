@@ -6,11 +6,12 @@ which maps the TensorRT-LLM tensors on the same names.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
 from functools import cached_property
 
-from slipstream.core.bad_words import BadWords
+from slipstream.core.bad_words import BadWords, holds
 from slipstream.core.errors import RequestError
 from slipstream.core.logits_processors import ProcessorCall, read_calls
 from slipstream.core.setting_kinds import Texts, TokenBiases, TokenIds, WordsIds
@@ -159,6 +160,14 @@ class SamplingParams:
     def bad_words_automaton(self) -> BadWords:
         return BadWords(self.bad_words_ids)
 
+    @cached_property
+    def sorted_allowed_ids(self) -> array[int]:
+        return array("i", sorted(set(self.allowed_token_ids or ())))
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the token is one of allowed_token_ids, or all are."""
+        return not self.allowed_token_ids or holds(self.sorted_allowed_ids, token_id)
+
     def check_max_logprobs(self, limit: int, spelled: Callable[[str], str] = str) -> None:
         """Raises RequestError for more alternatives than the model's max_logprobs. spelled: the client's own names."""
         for name in ("logprobs", "prompt_logprobs"):
@@ -181,10 +190,12 @@ class SamplingParams:
             _ = self.stop_words_automaton
         if self.bad_words_ids:
             _ = self.bad_words_automaton
+        if self.allowed_token_ids:
+            _ = self.sorted_allowed_ids
 
     def share_automata(self, other: SamplingParams) -> None:
         """Take those that other has built. Its words are equal."""
-        for name in ("stop_automaton", "stop_words_automaton", "bad_words_automaton"):
+        for name in ("stop_automaton", "stop_words_automaton", "bad_words_automaton", "sorted_allowed_ids"):
             if name in other.__dict__:
                 self.__dict__[name] = other.__dict__[name]
 

@@ -42,6 +42,7 @@ from slipstream.engine.ranks import Ranks
 from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.engine.structured_output import StructuredOutputs
+from slipstream.engine.token_rules import TokenRules
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
@@ -120,6 +121,7 @@ class Engine:
         vocabulary = self.spec.vocab_size, self._input_processor.eos_token_ids
         host = make_grammar_host(config, tokenizer_path, *vocabulary, has_drafts=not self._drafting.is_empty)
         self._structured = StructuredOutputs(host, self.scheduler, self._fail)
+        self._rules = TokenRules(self.spec.vocab_size)
         self._searches = BeamSearches(self.scheduler, self._forget)
         self.request_memory = RequestMemory(config.serving.max_total_request_bytes)
         self.residency = Residency(config, self.worker, self._forget_computed)
@@ -255,8 +257,7 @@ class Engine:
 
     def _load_worker(self, make_worker: MakeWorker) -> tuple[MemoryPlan, Worker]:
         plan = plan_memory(self.spec, self.config, self._hardware, self.ranks.free_bytes)
-        for line in str(plan).splitlines():
-            logger.info("%s", line)
+        plan.log(logger)
         self.start_up.finish("plan")
 
         def make(hardware: Hardware) -> Worker:
@@ -315,6 +316,8 @@ class Engine:
             self._structured.withdraw(in_flight.step, sampled.token_ids, in_flight.late)
         committed = self.scheduler.commit(in_flight.step, sampled.token_ids)
         outputs += committed
+        for request, error in self._rules.enforce(committed):
+            self._fail(request, error, outputs)
         add_logprobs(committed, sampled, result)
         self._structured.advance(committed)
         if not self._drafting.is_empty:
@@ -326,8 +329,8 @@ class Engine:
     def _forget(self, ended: list[Request]) -> None:
         if ended:
             sequence_ids = [request.sequence_id for request in ended]
-            self._inputs.forget(sequence_ids)
-            self.worker.forget(sequence_ids)
+            for knowing in (self._inputs, self.worker, self._rules):
+                knowing.forget(sequence_ids)
             self._structured.forget(ended)
 
     def _drain_inbox(self, outputs: StepOutputs) -> None:
@@ -344,14 +347,14 @@ class Engine:
                     finishes.append(message)
         for request, finish in ended_by(finishes, self.scheduler.live_requests):
             output = self.scheduler.finish(request, finish.reason, finish.stop_reason)
-            if output is not None:
-                outputs.append(output)
+            outputs += [output] if output is not None else []
 
     def _admit(self, requests: list[Request], outputs: StepOutputs) -> None:
         try:
             self.residency.check_taken()
             self.scheduler.add_all(requests)
             self._structured.start(requests)
+            self._rules.start(requests)
         except (RequestError, CapacityError) as error:  # checked by submit; may be outdated
             for request in requests:
                 self._fail(request, error, outputs)
@@ -392,9 +395,6 @@ class Engine:
             self._inbox.clear()
         # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
-        searching = [output.request for output in outputs if output.request.search is not None]  # a step is no answer
-        answers = StepOutputs(output for output in outputs if output.request.search is None)
         self._in_flight.clear()
         self._ahead = None
-        end_all([*in_step, *step.requests, *self.scheduler.live_requests, *searching, *arriving], error, answers)
-        return answers
+        return end_all([*in_step, *step.requests, *self.scheduler.live_requests, *arriving], error, outputs)

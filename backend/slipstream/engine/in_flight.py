@@ -196,12 +196,16 @@ def add_logprobs(committed: StepOutputs, sampled: SampledStep, result: StepResul
             request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
 
 
-def end_all(requests: Iterable[Request], error: EngineError, outputs: StepOutputs) -> None:
-    """End each request that `outputs` does not end yet with the error, without the scheduler."""
+def end_all(requests: Iterable[Request], error: EngineError, outputs: StepOutputs) -> StepOutputs:
+    """End each request that `outputs` does not end yet with the error, without the scheduler. Returns the outputs and
+    the errors; a step of a beam search is no answer."""
+    searching = [output.request for output in outputs if output.request.search is not None]
+    outputs = StepOutputs(output for output in outputs if output.request.search is None)
     answered = {id(output.request) for output in outputs if output.finish_reason is not None}
     text = str(error)
-    for request in requests:
+    for request in (*requests, *searching):
         if id(request) not in answered:
             answered.add(id(request))
             request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
             outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text, fault=type(error)))
+    return outputs

@@ -24,6 +24,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
 from slipstream.engine.grammar_state import GrammarState
 from slipstream.engine.prompt_tables import PromptTables
+from slipstream.engine.token_rules import check_rules
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
@@ -68,6 +69,7 @@ class InputProcessor:
         request.params = self._resolve(request.params)
         self._tables.resolve(request)
         self._check_vocabulary(request)
+        check_rules(request.params)
         self._check_processors(request.params.logits_processors)
         if request.params.seed is not None:
             request.seed = request.params.seed & _MASK64

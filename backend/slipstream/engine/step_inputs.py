@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, ge
 
+from slipstream.core.finish import end_token_ids
 from slipstream.core.layered_prefill import LayeredChunk
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.step import ScheduledStep
@@ -188,6 +189,7 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
         window_block_ids=list(request.window_block_ids),
         adapter_slot=request.adapter_slot,
         prompt_rows=request.prompt_rows,
+        end_token_ids=end_token_ids(request) if request.grammar_state is not None else frozenset(),
     )
 
 

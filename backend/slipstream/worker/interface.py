@@ -28,7 +28,7 @@ class NewRequest:
     output_token_ids, block_ids, window_block_ids, block_hashes: those so far, as Request has them. early_token_ids: end
     tokens, banned for the first min_tokens. draft_method: "" if it does not speculate. acceptance: how its drafts are
     verified. has_grammar: its rows need masks. adapter_slot: of its adapter, if it has one.
-    prompt_rows: embeddings that its client sent.
+    prompt_rows: embeddings that its client sent. end_token_ids: of one with a grammar, which may end its text by them.
     """
 
     sequence_id: int
@@ -46,6 +46,7 @@ class NewRequest:
     window_block_ids: list[int] = field(default_factory=list)
     adapter_slot: int = NO_SLOT
     prompt_rows: PromptRows | None = None
+    end_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Plain data and its arithmetic; worker/plan_memory.py works it out.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
@@ -104,6 +105,10 @@ class MemoryPlan:
         lines = [f"  {name:<32}{size_text(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
         return "\n".join(["memory plan", *lines, f"  {held}"])
+
+    def log(self, logger: logging.Logger) -> None:
+        for line in str(self).splitlines():
+            logger.info("%s", line)
 
     @property
     def _stage_note(self) -> str:

@@ -40,6 +40,7 @@ class RequestState:
         self.block_hashes = list(new.block_hashes)
         self.num_preemptions = new.num_preemptions
         self.early_token_ids = new.early_token_ids
+        self.end_token_ids = new.end_token_ids
         self.draft_method = new.draft_method
         self.acceptance = new.acceptance
         self.has_grammar = new.has_grammar

@@ -21,24 +21,30 @@ from slipstream.worker.host_copy import to_device
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.penalties import Paths
 
-# Finite, unlike a grammar's -inf: if a grammar allows only banned tokens (the text must end, but min_tokens bans that),
-# the grammar wins and a token can still be drawn.
-BANNED = -1e30
-NOT_ALLOWED = 2 * BANNED  # below BANNED: if all allowed tokens are banned, one of them is drawn
+# Finite, unlike a grammar's -inf: whatever is banned, a token of the grammar is drawn, and rows never become NaN. Each
+# outweighs those above it together: if all tokens are banned, one of the highest of these is drawn. A bad word or a
+# token that is not allowed is then refused by engine/token_rules.py; an end token is not.
+EARLY = -1e29  # end tokens before min_tokens
+UNLISTED_END = 5 * EARLY  # end tokens that are not allowed, while a grammar says where the text may end
+BANNED = 10 * EARLY  # bad words
+NOT_ALLOWED = 2 * BANNED
 _MAX_KEPT_BANS = 64  # tensors of one request, each of the tokens that complete a bad word
 
+_Key = tuple[int, frozenset[int], frozenset[int]]
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids, what is added there
 
 
 class _Asked(NamedTuple):
     """Tensors of one SamplingParams, on the device. token_ids, values: fixed biases. dense: a bias per token of the
-    vocabulary, or None. early: end tokens, banned before min_tokens. allowed: the allowed tokens, empty for all."""
+    vocabulary, or None. early: end tokens, banned before min_tokens. kept: the allowed tokens, empty for all, and
+    what is added to them."""
 
     token_ids: torch.Tensor
     values: torch.Tensor
     dense: torch.Tensor | None
     early: torch.Tensor
-    allowed: torch.Tensor
+    kept: torch.Tensor
+    kept_values: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -66,7 +72,7 @@ class LogitsProcessors:
         self._rows: list[int] = []
         self._fixed: Columns | None = None
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, their biases [len(rows), vocab]
-        self._allowed: tuple[torch.Tensor, Columns] | None = None  # rows, and the tokens that these may draw
+        self._allowed: tuple[torch.Tensor, Columns] | None = None  # rows, and their tokens that are kept
         self._early_rows: list[int] = []  # whose columns are in _early
         self._early: Columns | None = None
 
@@ -74,7 +80,7 @@ class LogitsProcessors:
         """Set the requests of the following steps, in row order. Returns whether any has edits."""
         self._rows = [row for row, request in enumerate(requests) if request.has_edits]
         known, self._edits = self._edits, {}
-        asked: dict[tuple[int, frozenset[int]], _Asked] = {}
+        asked: dict[_Key, _Asked] = {}
         for request in (requests[row] for row in self._rows):
             edits = self._edits[request.sequence_id] = known.get(request.sequence_id) or self._read(request, asked)
             asked[_key(request)] = edits.asked
@@ -85,7 +91,7 @@ class LogitsProcessors:
         if dense:
             rows = to_device([row for row, _ in dense], torch.int64, self._device)
             self._dense = rows, torch.stack([biases for _, biases in dense])
-        self._allowed = self._columns_of_allowed([(row, one.allowed) for row, one in zip(self._rows, each)])
+        self._allowed = self._columns_of_allowed(list(zip(self._rows, each)))
         self._early_rows, self._early = [], None
         return bool(self._rows)
 
@@ -107,10 +113,10 @@ class LogitsProcessors:
                 bans.append(banned)
         if early_rows != self._early_rows:
             early = [self._edits[requests[row].sequence_id].asked.early for row in early_rows]
-            self._early_rows, self._early = early_rows, self._columns(early_rows, early)
+            self._early_rows, self._early = early_rows, self._columns(early_rows, early, EARLY)
         if self._allowed is not None:
-            rows, (row_of, token_ids, _) = self._allowed
-            kept = logits[row_of, token_ids]
+            rows, (row_of, token_ids, values) = self._allowed
+            kept = logits[row_of, token_ids] + values
             logits.index_fill_(0, rows, NOT_ALLOWED)
             logits[row_of, token_ids] = kept
         if self._dense is not None:
@@ -120,24 +126,25 @@ class LogitsProcessors:
                 ops.apply_bias(logits, *columns)
 
     def _columns(
-        self, rows: Sequence[int], token_ids: list[torch.Tensor], values: list[torch.Tensor] | None = None
+        self, rows: Sequence[int], token_ids: list[torch.Tensor], values: list[torch.Tensor] | float = BANNED
     ) -> Columns | None:
-        """One entry per row and token; values None: bans."""
+        """One entry per row and token. values: one for all, or of each."""
         counts = [tokens.numel() for tokens in token_ids]
         if not any(counts):
             return None
         flat = to_device([*rows, *counts], torch.int64, self._device).view(2, -1)
         row_of = torch.repeat_interleave(flat[0], flat[1], output_size=sum(counts))
-        if values is None:
-            return row_of, torch.cat(token_ids), torch.full_like(row_of, BANNED, dtype=torch.float32)
+        if isinstance(values, float):
+            return row_of, torch.cat(token_ids), torch.full_like(row_of, values, dtype=torch.float32)
         return row_of, torch.cat(token_ids), torch.cat(values)
 
-    def _columns_of_allowed(self, allowed: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, Columns] | None:
-        limited = [(row, token_ids) for row, token_ids in allowed if token_ids.numel()]
-        columns = self._columns([row for row, _ in limited], [token_ids for _, token_ids in limited])
-        return columns and (to_device([row for row, _ in limited], torch.int64, self._device), columns)
+    def _columns_of_allowed(self, each: list[tuple[int, _Asked]]) -> tuple[torch.Tensor, Columns] | None:
+        limited = [(row, one) for row, one in each if one.kept.numel()]
+        rows = [row for row, _ in limited]
+        columns = self._columns(rows, [one.kept for _, one in limited], [one.kept_values for _, one in limited])
+        return columns and (to_device(rows, torch.int64, self._device), columns)
 
-    def _read(self, request: RequestState, known: Mapping[tuple[int, frozenset[int]], _Asked]) -> _Edits:
+    def _read(self, request: RequestState, known: Mapping[_Key, _Asked]) -> _Edits:
         words = request.params.bad_words_automaton
         asked = known.get(_key(request))
         if asked is not None:
@@ -151,8 +158,12 @@ class LogitsProcessors:
                 values[word[0]] = BANNED
         biases = to_device(list(values.values()), torch.float32, self._device)
         early = self._ids(sorted(request.early_token_ids))
-        dense, allowed = self._biases(params.embedding_bias), self._ids(sorted(set(params.allowed_token_ids or ())))
-        return _Edits(_Asked(self._ids(list(values)), biases, dense, early, allowed), words)
+        kept = dict.fromkeys(params.allowed_token_ids or (), 0.0)
+        if kept:
+            kept = {**dict.fromkeys(request.end_token_ids, UNLISTED_END), **kept}
+        kept_values = to_device(list(kept.values()), torch.float32, self._device)
+        dense = self._biases(params.embedding_bias)
+        return _Edits(_Asked(self._ids(list(values)), biases, dense, early, self._ids(list(kept)), kept_values), words)
 
     def _biases(self, biases: Sequence[float]) -> torch.Tensor | None:
         if not biases:
@@ -186,6 +197,6 @@ class LogitsProcessors:
         return to_device(token_ids, torch.int64, self._device)
 
 
-def _key(request: RequestState) -> tuple[int, frozenset[int]]:
+def _key(request: RequestState) -> _Key:
     """Requests with the same key share their tensors."""
-    return id(request.params), request.early_token_ids
+    return id(request.params), request.early_token_ids, request.end_token_ids

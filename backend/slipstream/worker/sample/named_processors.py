@@ -27,7 +27,7 @@ from slipstream.worker.sample.penalties import Paths
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 1e30  # either way: divided by any temperature it is finite
+LARGEST = 1e28  # either way: finite divided by any temperature, and no token that is banned outweighs another one
 _SLOW_S, _WARNING_PERIOD_S = 0.1, 60.0
 
 
