@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 from slipstream.core.errors import ConfigError
+from slipstream.encoders import encoder as encoder_module
 from slipstream.encoders.checkpoint import read_checkpoint
 from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
@@ -354,3 +355,23 @@ def test_tensorrt_around_a_stand_in(
     fake.parses = False
     with pytest.raises(ConfigError, match="TensorRT does not read it: unsupported operator"):
         build_encoder.build_engine(tmp_path / "model.onnx", checkpoint, limits, None)
+
+
+def test_runs_are_bounded_in_padded_tokens_and_longest_last(sentence: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits comes between two of them."""
+    runs: list[object] = []
+
+    class Recorder:
+        max_rows = 4
+
+        def run(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+            runs.append(batch["input_ids"].shape)
+            return batch["attention_mask"].sum(1, keepdims=True).repeat(16, 1).astype(np.float32)
+
+    encoder = Encoder(read_checkpoint(sentence), Recorder())
+    encoder.between_runs = lambda: runs.append("between")
+    monkeypatch.setattr(encoder_module, "MAX_RUN_TOKENS", 30)
+    lengths = [18, 2, 12, 3, 2, 13, 2, 2, 30, 7]
+    vectors, counts = encoder.embed([" ".join(["cat"] * (length - 2)) for length in lengths])
+    assert vectors[:, 0].tolist() == counts.tolist() == lengths
+    assert runs[::2] == [(4, 2), (2, 7), (2, 13), (1, 18), (1, 30)] and runs[1::2] == ["between"] * 4

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_python_backend import InferenceRequest, Tensor, TritonError, fake_utils
+from patience import PATIENCE_S
 from slipstream.core.errors import ConfigError
+from slipstream.encoders import short_first
 
 MODULE = "slipstream.encoders.serving"
 
@@ -28,18 +32,28 @@ def request_of(*texts: str) -> InferenceRequest:
     return InferenceRequest([Tensor("text", np.array([[text.encode()] for text in texts], np.object_))])
 
 
+def answers(model: Any, requests: list[InferenceRequest]) -> list[Any]:
+    """The one response of each request, from a model or its Served."""
+    (model.execute if hasattr(model, "execute") else model.take)(requests)
+    found = [request.sender.wait() for request in requests]
+    assert all(len(one.sent) == 1 for one in found)
+    return [one.sent[0] for one in found]
+
+
 def test_the_texts_of_a_request_are_bounded_together(serving: Any) -> None:
     most = 100
-    requests = [request_of("fine"), request_of("x" * (most // 2), "y" * (most // 2), "z"), request_of("fine", "too")]
+    texts = ["fine"], ["x" * (most // 2), "y" * (most // 2), "z"], ["fine", "too"]
 
     def run(is_of_each: bool) -> list[Any]:
+        requests = [request_of(*one) for one in texts]
+
         def read(request: Any) -> list[str]:
             return serving.read_texts(request, "text", serving.CharBound(most, is_of_each=is_of_each))
 
         def write(found: list[int]) -> dict[str, np.ndarray]:
             return {"length": np.array(found)}
 
-        return serving.answer(requests, read, lambda texts: list(map(len, texts)), write)
+        return answers(serving.Served(Judge(), read, lambda texts: list(map(len, texts)), write), requests)
 
     first, second, third = run(is_of_each=False)
     assert first.outputs["length"].tolist() == [4] and third.outputs["length"].tolist() == [4, 3]
@@ -48,10 +62,10 @@ def test_the_texts_of_a_request_are_bounded_together(serving: Any) -> None:
     assert run(is_of_each=True)[1].outputs["length"].tolist() == [most // 2, most // 2, 1]
 
 
-def test_those_of_many_requests_are_judged_in_parts(serving: Any) -> None:
-    """64 requests of a megabyte would have some 20 GB of tokens at once."""
+def test_many_texts_of_a_request_are_judged_in_parts(serving: Any) -> None:
+    """64 of a megabyte would have some 20 GB of tokens at once."""
     most, calls = serving.MAX_ENCODED_CHARS, list[int]()
-    requests = [request_of(chr(97 + number) * (most // 4)) for number in range(10)]
+    letters = [chr(97 + number) for number in range(10)]
 
     def judge(texts: list[str]) -> list[str]:
         calls.append(sum(map(len, texts)))
@@ -60,16 +74,18 @@ def test_those_of_many_requests_are_judged_in_parts(serving: Any) -> None:
     def write(found: list[str]) -> dict[str, np.ndarray]:
         return {"letter": np.array(found)}
 
-    bound = serving.CharBound(most)
-    answers = serving.answer(requests, lambda request: serving.read_texts(request, "text", bound), judge, write)
-    assert [answer.outputs["letter"].tolist() for answer in answers] == [[chr(97 + number)] for number in range(10)]
+    bound = serving.CharBound(most, is_of_each=True)
+    served = serving.Served(Judge(), lambda request: serving.read_texts(request, "text", bound), judge, write)
+    [answer] = answers(served, [request_of(*(letter * (most // 4) for letter in letters))])
+    assert answer.outputs["letter"].tolist() == letters
     assert calls == [most, most, most // 2]
 
 
 class Judge:
-    """Takes no time for any text, and flags none."""
+    """Takes no time for any text, and flags none; its encoder, too."""
 
-    names = ("violence",)
+    names, max_rows, max_read_chars = ("violence",), 32, 1000
+    encoder = property(lambda self: self)
     embed = judge = lambda self, texts: [object()] * len(texts)
 
 
@@ -95,7 +111,7 @@ def test_every_model_has_a_bound_of_its_own(
     """A million characters took `safety` 100 s, in which it judged nothing else."""
 
     def error(loaded: Any, num_chars: int) -> Any:
-        [answer] = loaded.execute([InferenceRequest([Tensor(name, np.array([[b"x" * num_chars]], np.object_))])])
+        [answer] = answers(loaded, [InferenceRequest([Tensor(name, np.array([[b"x" * num_chars]], np.object_))])])
         return answer.error
 
     loaded = opened(serving, monkeypatch, model)
@@ -109,7 +125,7 @@ def test_every_model_has_a_bound_of_its_own(
 def test_a_prompt_of_quality_is_bounded_by_its_name(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = opened(serving, monkeypatch, "QualityModel", max_chars="10")
     texts = [Tensor(name, np.array([[text]], np.object_)) for name, text in (("prompt", b"x" * 11), ("answer", b"y"))]
-    [answer] = loaded.execute([InferenceRequest(texts)])
+    [answer] = answers(loaded, [InferenceRequest(texts)])
     assert answer.error.text == "prompt: has 11 characters; accepted: at most 10 (max_chars)"
 
 
@@ -117,3 +133,98 @@ def test_a_prompt_of_quality_is_bounded_by_its_name(serving: Any, monkeypatch: p
 def test_safety_takes_what_guarded_sends_it(serving: Any, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     with pytest.raises(ConfigError, match=r"max_chars='.*': accepted: a whole number from 8000 to 1000000"):
         opened(serving, monkeypatch, "SafetyModel", max_chars=given)
+
+
+def test_a_short_text_does_not_wait_for_long_ones(serving: Any) -> None:
+    """It was answered with the largest that had come at the same time, and behind all of an earlier batch."""
+    began, came, runs = threading.Event(), threading.Event(), list[list[int]]()
+    encoder = Judge()
+
+    def judge(texts: list[str]) -> list[int]:
+        runs.append(list(map(len, texts)))
+        if len(texts[0]) == 30_000:
+            began.set()
+            assert came.wait(PATIENCE_S)
+            encoder.between_runs()
+        return list(map(len, texts))
+
+    def read(request: Any) -> list[str]:
+        return serving.read_texts(request, "text", serving.CharBound(32_000))
+
+    served = serving.Served(encoder, read, judge, lambda lengths: {"length": np.array(lengths)})
+    first = request_of("x" * 30_000)
+    served.take([first])
+    assert began.wait(PATIENCE_S)
+    others = [request_of("x" * length) for length in (31_000, 90, 29_000, 7000, 80, 29_500)]
+    served.take(others)
+    came.set()
+    for request in (first, *others):
+        request.sender.wait()
+    assert runs[0] == [30_000] and sorted(runs[1]) == [80, 90, 7000], "the short ones together, within the long one"
+    assert runs[2:] == [[29_000], [29_500], [31_000]], "the longest last, each by itself"
+    assert [one.sender.sent[0].outputs["length"].tolist() for one in others][:2] == [[31_000], [90]]
+    served.close()
+
+
+def test_long_texts_are_not_passed_for_ever(serving: Any) -> None:
+    """A text of 320 characters lets those pass that come in the next 0.1 s, and no others."""
+    seen, turns = list[int](), None
+
+    def compute(rows: list[int]) -> list[int]:
+        seen.extend(rows)
+        if len(seen) < 2:
+            time.sleep(0.15)
+        elif len(seen) < 40:
+            turns.submit([len(seen)], 1, lambda found: None)
+        return rows
+
+    turns = short_first.ShortFirst(compute, 1)
+    turns.submit([-1], 1, lambda found: None)
+    turns.submit([-320], 320, lambda found: None)
+    turns.submit([0], 1, lambda found: None)
+    turns.close()
+    assert seen[:3] == [-1, 0, -320], "by now it has waited, and goes before those that come"
+
+
+def test_a_text_that_fails_costs_no_other_its_answer(serving: Any) -> None:
+    began = threading.Event()
+
+    def judge(texts: list[str]) -> list[int]:
+        assert began.wait(PATIENCE_S)
+        if "bad" in texts:
+            raise RuntimeError("of a library")
+        return list(map(len, texts))
+
+    def read(request: Any) -> list[str]:
+        return serving.read_texts(request, "text", serving.CharBound(100))
+
+    served = serving.Served(Judge(), read, judge, lambda lengths: {"length": np.array(lengths)})
+    requests = [request_of(text) for text in ("first", "fine", "bad", "too")]
+    served.take(requests)
+    began.set()
+    found = [request.sender.wait().sent[0] for request in requests]
+    assert [one.error and one.error.number for one in found] == [None, None, TritonError.INTERNAL, None]
+    assert [one.outputs["length"].tolist() for one in found if not one.error] == [[5], [4], [3]]
+    served.close()
+
+
+def test_what_waits_is_bounded_by_the_server_s_own_queue() -> None:
+    began, goes_on, done = threading.Event(), threading.Event(), list[int]()
+
+    def compute(rows: list[int]) -> list[int]:
+        began.set()
+        assert goes_on.wait(PATIENCE_S)
+        return rows
+
+    turns = short_first.ShortFirst(compute, 1)
+    turns.submit([0], 1, done.extend)
+    assert began.wait(PATIENCE_S)
+    turns.submit([1], short_first.MAX_WAITING, done.extend)
+    blocked = threading.Thread(target=turns.submit, args=([2], 1, done.extend))
+    blocked.start()
+    blocked.join(0.1)
+    assert blocked.is_alive()
+    goes_on.set()
+    blocked.join(PATIENCE_S)
+    turns.close()
+    assert sorted(done) == [0, 1, 2]

