@@ -61,6 +61,7 @@ from slipstream_kernels.gemm.repack_plain import repack_plain
 from slipstream_kernels.gemm.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
 from slipstream_kernels.gemm.skinny_gemm import skinny_gemm
 from slipstream_kernels.gemm.swap_ab_gemm import swap_ab_gemm
+from slipstream_kernels.gemm.write_outs import DenseWeight, dense_written_out_bytes
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.invariant_sums import invariant_attention_bytes, invariant_latent_bytes, invariant_mm_bytes
 from slipstream_kernels.kv.absorb_latent import absorb_latent
@@ -130,6 +131,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionOptions",
     "CpuDecodeStep",
+    "DenseWeight",
     "DraftRows",
     "DrawnDrafts",
     "Fp8Rows",
@@ -170,6 +172,7 @@ __all__ = [
     "count_sms",
     "count_tiles",
     "decode_attention",
+    "dense_written_out_bytes",
     "dequantize_int4",
     "deterministic_weight",
     "empty_accepted_rows",

@@ -11,6 +11,7 @@ from engine_driver import make_engine
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec
+from slipstream.nn.load import load_model, weight_bytes
 from slipstream.nn.parallel import Parallel
 from slipstream.nn.read_spec import read_spec
 from slipstream.nn.spec import DecoderSpec
@@ -82,6 +83,38 @@ def test_the_workspace_holds_weights_written_out(
         sums = 2 * of_products[quantization](132) - ops.split_sums_bytes(132, 64, is_latent=False)
     assert more == largest.num_parameters * bytes_per_weight + sums
     assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("quantization", "max_num_seqs", "is_counted"),
+    [("wint4", 256, False), ("wint4", 512, False), ("wint4", 513, True), ("wint8", 256, False), ("wint8", 257, True),
+     ("w4a8_fp8", 1024, False)],
+)  # fmt: skip
+def test_a_head_that_no_step_has_enough_rows_for_is_not_written_out(
+    spec: DecoderSpec, quantization: str, max_num_seqs: int, is_counted: bool
+) -> None:
+    """It multiplies the sampled rows alone: 1 GB of 128,000 tokens was kept for a copy that nobody makes."""
+    layer = LayerSpec(AttentionSpec(512, 512, 8, 8, 64, spec.layers[0].attention.rope), DenseSpec(512, 1024))
+    large = replace(spec, hidden_size=512, vocab_size=32768, layers=(layer,), tie_word_embeddings=True)
+    scheduler = replace(EngineConfig().scheduler, max_num_seqs=max_num_seqs)
+    held = []
+    for is_head_too in (False, True):
+        model = ModelConfig(max_model_len=256, quantization=quantization, quantize_lm_head=is_head_too)
+        held.append(workspace_bytes(large, replace(_config(), model=model, scheduler=scheduler), GPU))
+    written_out = 2 * (large.lm_head.num_weights - layer.mlp.gate_up.num_weights)
+    assert held[1] - held[0] == (written_out if is_counted else 0)
+
+
+@pytest.mark.parametrize("quantization", ["wint4", "wint8", "w8a8_int8", "w4a8_fp8", "fp8"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_quantised_head_is_planned_as_it_is_made(tiny_llama: Path, quantization: str, is_tied: bool) -> None:
+    config = ModelConfig(
+        model=str(tiny_llama), device="cpu", load_format="dummy", quantization=quantization, quantize_lm_head=True,
+        quantization_group_size=32 if quantization in ("wint4", "w4a8_fp8") else 0,
+    )  # fmt: skip
+    spec = replace(read_spec(tiny_llama), tie_word_embeddings=is_tied, stored_format=None)
+    model = load_model(config, spec, torch.device("cpu"), torch.float32)
+    assert weight_bytes(config, spec, torch.float32) == sum(tensor.nbytes for tensor in model.tensors())
 
 
 @pytest.mark.parametrize(("num_experts", "is_counted"), [(512, True), (513, False)])

@@ -53,7 +53,10 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware,
     if config.model.deterministic and parallel.size > 2:  # what each rank has of a sum, and the sum so far
         features += (parallel.size + 1) * num_tokens * spec.hidden_size
     others = _sums_bytes(spec, config, hardware, graphs.num_tokens)
-    others += _written_out_bytes(spec, config, hardware, max(most_tokens, graphs.num_tokens))
+    most_tokens = max(most_tokens, graphs.num_tokens)
+    # drafters may multiply by the head for each head and row; graphs pad rows
+    most_logits = most_tokens if config.speculation.loaded else 1 << (max(num_rows, MAX_PROMPT_ROWS) - 1).bit_length()
+    others += _written_out_bytes(spec, config, hardware, most_tokens, most_logits)
     max_model_len = config.model.max_model_len or spec.max_model_len
     others += table_bytes(attentions, max_model_len)
     sampled = 0 if parallel.stage else logits + history_bytes(num_seqs, max_model_len, num_rows)
@@ -124,8 +127,11 @@ def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:
     return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * width
 
 
-def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_tokens: int) -> int:
-    """The largest layer of those that products of so many tokens on a GPU write out first."""
+def _written_out_bytes(
+    spec: DecoderSpec, config: EngineConfig, hardware: Hardware, num_tokens: int, num_logits: int
+) -> int:
+    """The largest layer of those that products of so many tokens on a GPU write out first. num_logits: rows of the
+    head's products."""
     if hardware.device.type != "cuda":
         return 0
     methods, parallel = choose_methods(config.model, spec), hardware.parallel
@@ -134,7 +140,7 @@ def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardwa
         _written_out_by(methods.experts if linear.num_experts else methods.linears, linear, mlp, num_tokens, hardware)
         for linear, mlp in held
     ]
-    num_bytes += [] if parallel.stage else [_written_out_by(methods.head, spec.lm_head, None, num_tokens, hardware)]
+    num_bytes += [] if parallel.stage else [_written_out_by(methods.head, spec.lm_head, None, num_logits, hardware)]
     return max(num_bytes)
 
 

@@ -91,9 +91,10 @@ class Int4(QuantMethod):
             self._put(weights, name, rows, decode(tensor))
 
     def written_out_bytes(self, spec: LinearSpec, num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
-        if not spec.num_experts:
-            return ops.written_out_bytes("int4", "fp8" if self.fp8_inputs else "plain", 0, spec.num_weights, dtype)
         group_size, sizes = self.group_size or spec.in_features, (spec.num_experts, spec.out_features, spec.in_features)
+        if not spec.num_experts:
+            weight = ops.DenseWeight("int4", *sizes[1:], group_size)
+            return 0 if self.fp8_inputs else ops.dense_written_out_bytes(weight, num_rows, device, dtype)
         experts = ops.Int4Experts(*sizes, group_size, "int4", self.fp8_inputs)
         return ops.experts_written_out_bytes(experts, num_rows, device, dtype)
 

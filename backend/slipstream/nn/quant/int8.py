@@ -95,8 +95,9 @@ class Int8(QuantMethod):
             scales.copy_(tensor.reshape(-1))
 
     def written_out_bytes(self, spec: LinearSpec, num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
-        rows = "int8" if self.int8_inputs else "plain"
-        return ops.written_out_bytes("int8", rows, spec.num_experts, spec.num_weights, dtype)
+        weight = ops.DenseWeight("int8", spec.out_features, spec.in_features)
+        is_plain = not self.int8_inputs and not spec.num_experts
+        return ops.dense_written_out_bytes(weight, num_rows, device, dtype) if is_plain else 0
 
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         require_input_scale(weights)
