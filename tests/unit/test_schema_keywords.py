@@ -101,6 +101,16 @@ def test_a_relaxed_schema_forbids_nothing_that_the_schema_allows(more: dict[str,
     assert not accepts(schema_grammar(json.dumps(left)), '{"a": "x"}')
 
 
+@pytest.mark.parametrize("names", [["x", "a"], ["a", "x", "y"], ["a", 3, "x"]], ids=str)
+def test_of_required_names_those_that_are_properties_are_kept(names: list[object]) -> None:
+    """One that is none dropped them all, so that tools were called without the arguments that they need."""
+    left = enforceable({"type": "object", "properties": {"a": INT, "b": INT}, "required": names})
+    assert left["required"] == ["a"]
+    grammar = schema_grammar(json.dumps(left))
+    assert all(accepts(grammar, text) for text in ('{"a": 1}', '{"a": 1, "b": 2}', '{"a": 1, "x": "any"}'))
+    assert not any(accepts(grammar, text) for text in ("{}", '{"b": 2}', '{"x": 1}'))
+
+
 def test_relaxing_is_bounded() -> None:
     assert enforceable({"type": "integer", "k" * 70: 1, "a~/b": 1}) == {"type": "integer"}
     assert enforceable({"enum": ["x" * (MOST_CHARS - 40)], "not": 1}).keys() == {"enum"}

@@ -54,9 +54,21 @@ def _drop(schema: dict[str, Any], keyword: str) -> None:
     selector = next((name for name in SELECTORS if name in schema), "")
     if selector in _COMBINING and keyword in _OF_OBJECTS and schema.get("properties"):
         keyword = selector  # else what it chooses from would forbid these properties
+    kept = _known_names(schema) if keyword == "required" else []
     del schema[keyword]
+    if kept:
+        schema["required"] = kept
     if "properties" not in schema or keyword not in _NAMES_PROPERTIES | _MAY_NAME_PROPERTIES:
         return
     schema.pop("unevaluatedProperties", None)
     if keyword in _NAMES_PROPERTIES or "additionalProperties" not in schema:
         schema["additionalProperties"] = True
+
+
+def _known_names(schema: dict[str, Any]) -> list[str]:
+    """Of the required names those that are properties, if others are none: those alone cannot be enforced."""
+    required, properties = schema.get("required"), schema.get("properties")
+    if not (isinstance(required, list) and isinstance(properties, dict)):
+        return []
+    kept = [name for name in required if isinstance(name, str) and name in properties]
+    return kept if len(kept) < len(required) else []
