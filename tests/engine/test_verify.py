@@ -134,6 +134,13 @@ def test_top_p_window() -> None:
     assert judged("top_p_window", rows, [], [1, 1, 0], [2, 2, 2, 2]) == [1, 1, 0, 2], "second, then two likeliest"
 
 
+def test_a_window_makes_no_token_possible_that_is_not() -> None:
+    """Where a row has one token left, all others came second: a bad word was accepted before two sure drafts."""
+    sure = [0.0, 1.0, 0.0]
+    assert judged("top_p_window", [sure] * 4, [], [2, 1, 1], [1, 1, 1, 1]) == [1]
+    assert judged("top_p_window", [[1e-30, 1.0, 0.0], *[sure] * 3], [], [0, 1, 1], [1, 1, 1, 1]) == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("acceptance", "sampling"),
     [("exact", "greedy"), ("exact", "sampled"), ("rejection", "greedy"), ("rejection", "sampled")],

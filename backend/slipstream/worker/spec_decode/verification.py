@@ -183,8 +183,10 @@ class Verification:
         top_p = state.params.top_p if state.params.top_p < 1.0 else config.acceptance_top_p
         above = probs > chosen
         rank = above.sum(dim=-1)
-        is_likely = ((probs * above).sum(dim=-1) < top_p) & (chosen[:, 0] > 0)
-        return is_likely | ((rank == 1) & (_longest_runs(sees, rank == 0) >= config.acceptance_window))
+        is_likely = (probs * above).sum(dim=-1) < top_p
+        is_second = (rank == 1) & (_longest_runs(sees, rank == 0) >= config.acceptance_window)
+        # of probability 0: banned, and second where a row has one other token left
+        return (is_likely | is_second) & (chosen[:, 0] > 0)
 
     def _reject(
         self, logits: torch.Tensor, draws: Draws, positions: torch.Tensor, token_ids: torch.Tensor
