@@ -208,6 +208,22 @@ def test_a_text_that_fails_costs_no_other_its_answer(serving: Any) -> None:
     served.close()
 
 
+def test_a_request_that_cannot_be_read_costs_no_other_its_answer(serving: Any) -> None:
+    """What reading it raised went to the server, which refused all of the batch: also what was to be answered later."""
+
+    def read(request: Any) -> list[str]:
+        texts: list[str] = serving.read_texts(request, "text", serving.CharBound(100))
+        if "broken" in texts:
+            raise ValueError("the library cannot decode the tensor")
+        return texts
+
+    served = serving.Served(Judge(), read, lambda texts: list(map(len, texts)), lambda one: {"length": np.array(one)})
+    first, broken, last = answers(served, [request_of(text) for text in ("first", "broken", "last")])
+    assert broken.error.number == TritonError.INTERNAL and "ValueError" not in broken.error.text
+    assert [one.outputs["length"].tolist() for one in (first, last)] == [[5], [4]]
+    served.close()
+
+
 def test_what_waits_is_bounded_by_the_server_s_own_queue() -> None:
     began, goes_on, done = threading.Event(), threading.Event(), list[int]()
 

@@ -106,6 +106,9 @@ class Served(Generic[Item, Result]):
             except RequestError as error:
                 _send(sender, refuse(error))
                 continue
+            except Exception as error:  # if it went on, the server would refuse those that are answered later, too
+                self._answer(sender, error)
+                continue
             size = sum(min(num_chars(row), self._read_chars) for row in rows)
             self._turns.submit(rows, size, functools.partial(self._answer, sender))
 
@@ -121,7 +124,7 @@ class Served(Generic[Item, Result]):
                 raise results
             tensors = [pb_utils.Tensor(name, value) for name, value in self._write(list(results)).items()]
         except Exception as error:  # the top of the request
-            told = str(internal_error(_log, "an encoder run failed", error))
+            told = str(internal_error(_log, "a request of an encoder failed", error))
             response = pb_utils.InferenceResponse(error=pb_utils.TritonError(told, pb_utils.TritonError.INTERNAL))
             _send(sender, response)
         else:
