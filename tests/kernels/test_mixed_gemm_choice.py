@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -29,3 +30,22 @@ def test_the_fastest_that_was_measured_is_chosen(kind: str) -> None:
             assert chosen <= LOSS * fastest, (size, rows, variant, times)
             taken, least = taken + chosen, least + fastest
     assert least < taken <= TOTAL_LOSS * least
+
+
+FEWER_SMS = {"MIG slice of 16 SMs": 16 / 132, "114 SMs": 114 / 132, "one cluster": 1 / 132}
+
+
+@pytest.mark.parametrize("share", FEWER_SMS.values(), ids=FEWER_SMS)
+@pytest.mark.parametrize("kind", CHOICES)
+def test_what_is_chosen_runs_with_fewer_multiprocessors(kind: str, share: float) -> None:
+    """A variant that does not hold its output features at once is refused, unless it is the one for passes."""
+    num_passes = 0
+    for rows, features, summed in itertools.product((1, 8, 9, 16, 17, 32), (16, 512, 4096, 57344), (128, 1024, 14336)):
+        variant = CHOICES[kind](rows, (features, summed), lambda variant: int(share * AT_ONCE[variant.splits]))
+        assert variant is not None and variant.splits <= summed // 128
+        clusters = min(int(share * AT_ONCE[variant.splits]), features // 16)
+        assert clusters, variant
+        is_whole = features // 16 <= clusters * 4 * variant.warpgroups_m
+        assert is_whole or (variant.warpgroups_m, variant.splits) == (4, 1), (rows, features, summed, variant)
+        num_passes += not is_whole
+    assert num_passes
