@@ -1,6 +1,6 @@
 """Encodes texts to vectors or logits: tokenises, splits long texts into overlapping pieces, batches by length.
 
-Belongs to one thread, that of the model instance.
+Belongs to one thread: a server calls it on that of short_first.py alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The safety, quality and embedding models of Triton's Python backend: one encoder run per batch of requests.
+"""The safety, quality and embedding models of Triton's Python backend: short requests go through the encoder together.
 
 Two threads: Triton's, which reads requests and returns at once, and the encoder's, which answers short ones first.
 Imported by model.py files inside the backend's stub process only.
