@@ -45,7 +45,7 @@ struct MixedGemmConsumer {
   static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kWarpgroupsK;   // of a stage
   static_assert(kOwnBlocks <= 2);
   // Phases of a block that are loaded before its first product: all where registers are left for them.
-  static constexpr bool kLoadsAll = SHAPE::kColumns <= 48 || (kPhases == 2 && Format::kGroups == 1);
+  static constexpr bool kLoadsAll = Format::kGroups < 2 ? SHAPE::kColumns <= 48 || kPhases == 2 : SHAPE::kColumns <= 16;
   static constexpr int kLoadedAhead = kLoadsAll ? kPhases : kPhases / 2;
   MixedGemmMemory<SHAPE> memory;
   const MixedGemmWork<SHAPE>& work;
@@ -88,10 +88,12 @@ struct MixedGemmConsumer {
       for (int group = 0; group < Format::kGroups; ++group) {
         float parts[kParts];
         multiply_phases<kGroupPhases>(weights, from, group * kGroupPhases, b, false, parts);
+        const uint32_t from_sums = places.sums + start + kBlock * SHAPE::kActivationSumBytes + group * 4 * SHAPE::kSumTokens;
         GroupTokens<SHAPE> of_tokens;
-        of_tokens.load(places.sums + start + kBlock * SHAPE::kActivationSumBytes + group * 4 * SHAPE::kSumTokens);
+        if constexpr (kLoadsAll) of_tokens.load(from_sums);
         wait_for_products<0>();
         pin(parts);
+        if constexpr (!kLoadsAll) of_tokens.load(from_sums);   // into the registers of the operands
         add_group<SHAPE>(weights.scales.words[group], of_tokens, parts, sums);
       }
     } else {

@@ -17,8 +17,8 @@ __device__ __forceinline__ float sum_of_pair(uint32_t word) {
   return pair.x + pair.y;
 }
 
-// Adds up what the threads of a token's group have, of 32 features each, and stores it where MixedGemmConsumer::add reads
-// it: [tile of tokens][group of input features][token of the tile]. All threads of a group are there.
+// Adds up what the threads of a token's group have, of 32 features each, and stores it where add_group of mixed_gemm_sums.cuh
+// reads it: [tile of tokens][group of input features][token of the tile]. All threads of a group are there.
 template <typename FORMAT, int COLUMNS>
 __device__ __forceinline__ void store_activation_sum(const MixedGemmParams& p, int token, int chunk, float sum) {
   constexpr int kChunks = 4 / FORMAT::kGroups;   // of a group

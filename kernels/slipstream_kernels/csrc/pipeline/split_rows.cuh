@@ -52,7 +52,7 @@ constexpr int kSplitFeatures = 8;    // of a thread
 
 // permuted_x[column][32 i + 16 h + 4 t + b]: of feature 32 i + 16 (b / 2) + 4 t + 2 (b % 2) + h of a token, the order in which
 // nibbles become operands (W4A16Pairs); and of a token and group of features the sum of x / scale, and the scale, where
-// MixedGemmConsumer::add_pairs reads them: activation_sums[group][column / 2]. A thread takes features 4 t + 0..3 and 16 further.
+// add_group reads them: activation_sums[group][column / 2]. A thread takes features 4 t + 0..3 and 16 further.
 template <typename FORMAT, int COLUMNS>
 __device__ __forceinline__ void split_rows(const MixedGemmParams& p) {
   constexpr int kThreads = 128 / FORMAT::kGroups / kSplitFeatures;   // of a group, side by side in a warp
