@@ -43,6 +43,7 @@ from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
 from slipstream.engine.engine import Engine  # noqa: E402
 from step_profile import measure_profile, profile_missed  # noqa: E402
+from step_window import StepWindow  # noqa: E402
 
 GIB = 1 << 30
 TOKENIZER = ROOT / "models/slipstream-demo-code"  # an engine wants one; nothing is decoded
@@ -89,11 +90,24 @@ class EngineBench:
             num_ended = sum(output.finish_reason is not None for output in self.engine.step())
             requests += self.submit(prompts[len(requests) : len(requests) + num_ended], num_output)
         elapsed = time.perf_counter() - start
+        self._check(requests, num_output)
+        return elapsed
+
+    def step_seconds(self, prompts: list[Prompt], short: int, long: int) -> float:
+        requests, window, has_ended = self.submit(prompts, long), StepWindow(short), False
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            has_ended = has_ended or any(output.finish_reason is not None for output in outputs)
+            window.see(now, has_ended, lambda: min(request.num_output_tokens for request in requests))
+        self._check(requests, long)
+        return window.seconds
+
+    def _check(self, requests: list[Request], num_output: int) -> None:
         if self.engine.error is not None:
             raise self.engine.error
-        assert [request.num_output_tokens for request in requests] == [num_output] * len(prompts)
+        assert [request.num_output_tokens for request in requests] == [num_output] * len(requests)
         assert not any(request.num_preemptions for request in requests), "preempted: the cache is too small"
-        return elapsed
 
 
 def memory_of(engine: Engine) -> Record:

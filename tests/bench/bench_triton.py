@@ -34,6 +34,7 @@ from measures import (  # noqa: E402
     emit,
     parser_of,
     run,
+    seconds_by_difference,
 )
 from shapes import SHAPES, Shape  # noqa: E402
 from stream_clients import StreamClients  # noqa: E402
@@ -57,6 +58,9 @@ class TritonBench:
 
     def timed(self, prompts: list[Prompt], num_output: int, concurrency: int | None = None) -> float:
         return self._clients.timed(prompts, num_output, concurrency)
+
+    def step_seconds(self, prompts: list[Prompt], short: int, long: int) -> float:
+        return seconds_by_difference(self, prompts, short, long)
 
 
 def write_model(folder: Path, shape: Shape) -> Path:

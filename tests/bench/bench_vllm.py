@@ -14,6 +14,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ sys.path.insert(0, str(HERE))
 from adapters import names_of, write_adapter  # noqa: E402
 from measures import Prompt, emit, parser_of, run  # noqa: E402
 from shapes import LatentShape, Shape, shape_of  # noqa: E402
+from step_window import LEAST_STEPS, StepWindow  # noqa: E402
 
 # without these vLLM looks for a network that a benchmark machine may not have
 ENVIRONMENT = {
@@ -102,6 +105,29 @@ def graph_sizes(arguments: argparse.Namespace) -> list[int]:
     return sorted(batches if arguments.measure == "decode" and batches else {*GRAPH_SIZES, *batches})
 
 
+@contextmanager
+def watched_steps(core: Any, window: StepWindow, num_requests: int) -> Iterator[None]:
+    """Shows the window each step that the client of the engine's process takes, by that process's own clock: the client
+    may be behind it."""
+    counts: dict[str, int] = {}
+    has_ended = False
+
+    def get_output() -> Any:
+        nonlocal has_ended
+        outputs = type(core).get_output(core)
+        for output in outputs.outputs:
+            counts[output.request_id] = counts.get(output.request_id, 0) + len(output.new_token_ids)
+            has_ended = has_ended or output.finished
+        window.see(outputs.timestamp, has_ended, lambda: min(counts.values()) if len(counts) == num_requests else 0)
+        return outputs
+
+    core.get_output = get_output
+    try:
+        yield
+    finally:
+        del core.get_output  # the class's is seen again
+
+
 class VllmBench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM
@@ -122,6 +148,17 @@ class VllmBench:
             self._adapters = [LoRARequest(name, number, path) for number, name in names]
         cache = self._llm.llm_engine.vllm_config.cache_config
         self.pool_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+
+    def step_seconds(self, prompts: list[Prompt], short: int, long: int) -> float:
+        """Requests begin as they come, so the first may end before the last has begun: then with more tokens."""
+        wanted, most = max(LEAST_STEPS, (long - short) // 2), self.max_model_len - len(prompts[0])
+        for num_output in (long, 2 * long, 4 * long):
+            window = StepWindow(short)
+            with watched_steps(self._llm.llm_engine.engine_core, window, len(prompts)):
+                self.timed(prompts, min(num_output, most))
+            if window.num_steps >= wanted:
+                break
+        return window.seconds
 
     def timed(self, prompts: list[Prompt], num_output: int) -> float:
         from vllm import SamplingParams

@@ -1,6 +1,7 @@
 """The loops that time an engine, whichever it is: decode TPOT by batch, TTFT by prompt length, offline throughput.
 
-TPOT is the difference of two runs that differ only in output length; TTFT is one prompt with one token of output.
+TPOT is of the steps that all requests of a batch decode in (step_window.py), through a server the difference of two
+runs that differ only in output length; TTFT is one prompt with one token of output.
 `batch` is both of batches that come at once: tokens/s from the first prompt to the last token, and while decoding.
 `limit` is the share of the physical limit: the bytes that a step must read at 4.3 TB/s (--memory-tb-s), or its products
 at 790 (bf16) or 1600 (fp8) TFLOP/s, whichever is longer, at the context before the timed steps. One JSON object per
@@ -39,6 +40,10 @@ class Bench(Protocol):
 
     def timed(self, prompts: list[Prompt], num_output: int) -> float:
         """Seconds until every prompt has exactly num_output greedy tokens."""
+        ...
+
+    def step_seconds(self, prompts: list[Prompt], short: int, long: int) -> float:
+        """Seconds of a step that all prompts are decoded in, each from `short` tokens on, with `long` in all."""
         ...
 
 
@@ -109,7 +114,7 @@ def _why_not(bench: Bench, arguments: argparse.Namespace, batch: int, context: i
 
 def _decode_figures(bench: Bench, arguments: argparse.Namespace, prompts: list[Prompt], context: int) -> Record:
     short, long, batch = arguments.decode_short, arguments.decode_long, len(prompts)
-    steps = _until_they_agree(partial(_step_seconds, bench, prompts, short, long), arguments.decode_repeats)
+    steps = _until_they_agree(partial(bench.step_seconds, prompts, short, long), arguments.decode_repeats)
     seconds = statistics.median(steps)
     bytes_per_s = arguments.memory_tb_s * 1e12
     limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes, bytes_per_s)
@@ -121,13 +126,14 @@ def _decode_figures(bench: Bench, arguments: argparse.Namespace, prompts: list[P
     }
 
 
-def _step_seconds(bench: Bench, prompts: list[Prompt], short: int, long: int) -> float:
+def seconds_by_difference(bench: Bench, prompts: list[Prompt], short: int, long: int) -> float:
+    """step_seconds of an engine whose steps are not seen: of two runs."""
     return (bench.timed(prompts, long) - bench.timed(prompts, short)) / (long - short)
 
 
 def _until_they_agree(timed: Callable[[], float], repeats: int) -> list[float]:
-    """So many times, and up to twice as many and one more while the least and the largest are far apart: an engine that
-    compiles something in one of both runs makes their difference too long, too short, even negative."""
+    """So many times, and up to twice as many and one more while the least and the largest are far apart: an engine may
+    compile something in one of them."""
     times = [timed() for _ in range(repeats)]
     while len(times) < 2 * repeats + 1 and max(times) > SPREAD * min(times):
         times.append(timed())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 OPTIONS = (
     *("--measure", "decode", "--prefix-caching", "--most-tokens", "800000", "--max-model-len", "8448"),
-    *("--decode-short", "4", "--decode-long", "36", "--decode-repeats", "2"),
+    *("--decode-short", "4", "--decode-long", "68", "--decode-repeats", "2"),
 )
 # Contexts ascend and batches descend: shorter prompts begin longer ones, and smaller batches are parts of larger. A
 # token more than whole blocks: of a prompt that is cached one token is computed, not a block of up to 64.
