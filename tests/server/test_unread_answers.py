@@ -71,7 +71,9 @@ def test_answers_that_nobody_reads_give_way_and_those_that_are_read_do_not(bound
                     other.sendall(ASKED)
                     assert read(other) > ANSWER_BYTES
         wait_until(lambda: refused(bounded) >= 20, "answers to give way")
-        assert process.memory_info().rss - before < LIMIT + 4 * ANSWER_BYTES
+        # at once less than half of what was asked for; what has given way is freed a moment later
+        assert process.memory_info().rss - before < LIMIT + 8 * ANSWER_BYTES
+        wait_until(lambda: process.memory_info().rss - before < LIMIT + 4 * ANSWER_BYTES, "memory to be freed")
         assert sum(read(connection) > ANSWER_BYTES for connection in silent) in (1, 2, 3)
 
 
