@@ -35,7 +35,7 @@ from slipstream.core.prefill_budget import PrefillBudget, StepPace  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 
 NUM_WARM = 8  # steps
-NUM_DECODED = 64  # steps that tpot times
+NUM_DECODED = 72  # steps that tpot times
 
 
 def measure_ttft(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
@@ -46,7 +46,7 @@ def measure_ttft(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[
 
 
 def measure_tpot(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
-    num_output = NUM_WARM + NUM_DECODED + 8
+    num_output = NUM_WARM + NUM_DECODED
     context = arguments.length - num_output
     for batch in arguments.batches:
         if batch * arguments.length > bench.pool_tokens:
@@ -55,21 +55,11 @@ def measure_tpot(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[
         prompts = draw_prompts(bench.shape, batch, context, seed=batch)
         for prompt in prompts:
             register_prefix(bench.engine.scheduler.cache, prompt)
-        seconds = decode_seconds(bench, bench.submit(prompts, num_output))
+        seconds = bench.step_seconds(prompts, NUM_WARM, num_output)
         bytes_per_s = arguments.memory_tb_s * 1e12
         limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes, bytes_per_s)
         yield {"what": "tpot", "batch": batch, "context": context, "tpot_ms": round(seconds * 1e3, 3),
                "limit": round(limit / seconds, 3)}  # fmt: skip
-
-
-def decode_seconds(bench: EngineBench, requests: list[Request]) -> float:
-    """The time of a step in which all requests decode; runs them to their ends."""
-    decode(bench, requests, NUM_WARM)
-    start, first = time.perf_counter(), requests[0].num_output_tokens
-    decode(bench, requests[:1], first + NUM_DECODED)
-    seconds = (time.perf_counter() - start) / (requests[0].num_output_tokens - first)
-    step_until(bench, lambda: not bench.engine.has_work)
-    return seconds
 
 
 def decode(bench: EngineBench, requests: list[Request], num_tokens: int) -> None:
