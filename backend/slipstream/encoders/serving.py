@@ -158,7 +158,19 @@ def opened(args: Mapping[str, str]) -> tuple[Parameters, Path]:
     return Parameters.of_model(json.loads(args["model_config"])), Path(args["model_repository"])
 
 
-class SafetyModel:
+class EncoderModel:
+    """What Triton calls on a model once it is initialized, which sets _served."""
+
+    _served: Served[Any, Any]
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        self._served.take(requests)
+
+    def finalize(self) -> None:
+        self._served.close()
+
+
+class SafetyModel(EncoderModel):
     """text [n, 1] -> flagged, safe_text [n, 1], categories (padded with ""), scores, score_names [n, C]."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -167,12 +179,6 @@ class SafetyModel:
         self._bound = CharBound.read(parameters, MAX_JUDGED_CHARS, lowest=MAX_CHECK_CHARS)  # `guarded` sends as many
         self._judge: SafetyJudge = open_safety(parameters, folder)
         self._served = Served(self._judge.encoder, self._read, self._judged, self._write)
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        self._served.take(requests)
-
-    def finalize(self) -> None:
-        self._served.close()
 
     def _read(self, request: Any) -> list[str]:
         return read_texts(request, "text", self._bound)
@@ -193,7 +199,7 @@ class SafetyModel:
         }
 
 
-class QualityModel:
+class QualityModel(EncoderModel):
     """prompt (optional), answer [n, 1] -> score [n, 1], checks [n, 1] (JSON)."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -202,12 +208,6 @@ class QualityModel:
         self._judge: QualityJudge = open_quality(parameters, folder)
         encoder = self._judge.encoder
         self._served = Served(encoder, self._read, self._judge.judge, self._write, 2 * encoder.max_read_chars)
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        self._served.take(requests)
-
-    def finalize(self) -> None:
-        self._served.close()
 
     def _read(self, request: Any) -> list[tuple[str, str]]:
         answers = read_texts(request, "answer", self._bound)
@@ -226,7 +226,7 @@ class QualityModel:
         }
 
 
-class EmbeddingModel:
+class EmbeddingModel(EncoderModel):
     """text [n, 1] -> embedding [n, width], num_input_tokens [n, 1]."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -234,12 +234,6 @@ class EmbeddingModel:
         self._bound = CharBound.read(parameters, MAX_ENCODED_CHARS, is_of_each=True)  # their beginnings are read
         self._encoder: Encoder = open_encoder(parameters, folder, (SENTENCE,))
         self._served = Served(self._encoder, self._read, self._embed, self._write, self._encoder.max_read_chars)
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        self._served.take(requests)
-
-    def finalize(self) -> None:
-        self._served.close()
 
     def _read(self, request: Any) -> list[str]:
         return read_texts(request, "text", self._bound)
