@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from hopper import needs_hopper
+from hopper import CLUSTERS_AT_ONCE, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.gemm import int4_layout, int8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_w4a16
@@ -19,8 +19,6 @@ from slipstream_kernels.gemm.tuning import H200
 from slipstream_kernels.integer import Int4Weight
 
 LANES = torch.arange(32)
-# Clusters of so many CTAs that an H200 runs at once.
-AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}
 SIZES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (8192, 28672), (16, 128), (48, 256)]
 
 
@@ -130,7 +128,7 @@ def test_scaled_sums_are_as_good_as_products_of_the_weights(mean: float, group_s
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_chosen_can_run(size: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     for num_tokens in (9, 17, 64, 65, 96, 128, 129, 192, 193, 256):
         variant = mixed_gemm.choose(num_tokens, size, at_once)
@@ -141,7 +139,7 @@ def test_what_is_chosen_can_run(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_chosen_of_4_bits_can_run(size: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     for num_tokens in (17, 32, 33, 48, 49, 64, 65, 96, 128, 129, 192, 193, 256, 257, 384, 512, 1000, 1024):
         variant = mixed_gemm_w4a16.choose(num_tokens, size, at_once)

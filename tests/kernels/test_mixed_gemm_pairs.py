@@ -10,7 +10,7 @@ import emulation
 import kernel_choices
 import pytest
 import torch
-from hopper import needs_hopper
+from hopper import CLUSTERS_AT_ONCE, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import int4_layout
@@ -21,8 +21,6 @@ from slipstream_kernels.gemm.kernels import KERNELS
 from slipstream_kernels.gemm.product import PLAIN_ROWS, Product, WeightKind
 from slipstream_kernels.integer import Int4Weight
 
-# Clusters of so many CTAs that an H200 runs at once.
-AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}
 SIZES = [(6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (8192, 28672), (37888, 3584), (16, 128), (96, 256)]
 MOST_ERROR = 3e-3  # of a result's norm: bf16's rounding takes 1.7e-3
 needs_emulator = pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
@@ -171,7 +169,7 @@ def test_thread_by_thread(
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_what_is_chosen_can_run(size: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     for num_tokens in (1, 4, 5, 8, 9, 16, 17, 24, 32):
         variant = mixed_gemm_pairs.choose(num_tokens, size, at_once)

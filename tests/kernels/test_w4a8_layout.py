@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import w4a8_emulator
+from hopper import CLUSTERS_AT_ONCE
 from slipstream_kernels import ops
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm import w4a8_layout
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import Variant, choose, most_tokens
 from slipstream_kernels.integer import Int4Weight
-
-AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}  # clusters of so many CTAs, of an H200
 
 
 def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: bool) -> Int4Weight:
@@ -62,12 +61,12 @@ def test_emulated_products_are_near_the_reference(group_size: int, has_zeros: bo
 )
 def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     for num_tokens in (0, 1, 8, 9, 17, 33, 49, 64):
         variant = choose(num_tokens, sizes, at_once)
         assert variant is not None
-        parts, blocks = min(AT_ONCE[variant.splits], sizes[0] // 16), sizes[1] // 128
+        parts, blocks = min(CLUSTERS_AT_ONCE[variant.splits], sizes[0] // 16), sizes[1] // 128
         in_one_pass = sizes[0] // 16 <= parts * 4 * variant.warpgroups_m
         assert variant.columns >= num_tokens and variant.splits <= blocks
         assert in_one_pass or (variant.warpgroups_m == 4 and variant.splits == 1)
@@ -76,12 +75,12 @@ def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(4096, 4096), (6144, 4096), (4096, 14336), (5120, 13696), (16, 128)])
 def test_more_rows_go_where_outputs_are_narrow(sizes: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     for num_tokens in (65, 96, 97, 128):
         variant = choose(num_tokens, sizes, at_once)
         assert variant is not None and variant.columns >= num_tokens and variant.warpgroups_m <= 2
-        assert sizes[0] // 16 <= AT_ONCE[variant.splits] * 4 * variant.warpgroups_m
+        assert sizes[0] // 16 <= CLUSTERS_AT_ONCE[variant.splits] * 4 * variant.warpgroups_m
         assert choose(num_tokens, (28672, 4096), at_once) is None
         assert choose(num_tokens, sizes, lambda _: 0) is None
 
@@ -91,7 +90,7 @@ def test_up_to_256_rows_go_where_outputs_are_narrow_and_sums_long(sizes: tuple[i
     """Two tiles of 128 tokens: each has half of the clusters."""
 
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     for num_tokens in (129, 200, 256):
         variant = choose(num_tokens, sizes, at_once)
@@ -99,7 +98,7 @@ def test_up_to_256_rows_go_where_outputs_are_narrow_and_sums_long(sizes: tuple[i
             assert variant is None  # too few features for a cluster
             continue
         assert variant is not None and (variant.columns, variant.token_tiles) == (128, 2)
-        assert sizes[0] // 16 <= AT_ONCE[variant.splits] // 2 * 4 * variant.warpgroups_m
+        assert sizes[0] // 16 <= CLUSTERS_AT_ONCE[variant.splits] // 2 * 4 * variant.warpgroups_m
         for other in ((4096, 4096), (5120, 13824), (28672, 4096)):
             assert choose(num_tokens, other, at_once) is None
     assert choose(257, sizes, at_once) is None
@@ -110,7 +109,7 @@ def test_rows_bring_sums_for_as_many_as_are_multiplied_by_them(sizes: tuple[int,
     """A kernel that quantises them makes no sums that no product takes."""
 
     def at_once(variant: Variant) -> int:
-        return AT_ONCE[variant.splits]
+        return CLUSTERS_AT_ONCE[variant.splits]
 
     most = most_tokens(sizes)
     assert choose(most, sizes, at_once) is not None or sizes == (16, 128)

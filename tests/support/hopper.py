@@ -11,6 +11,8 @@ import torch
 from slipstream_kernels.cuda import build
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# Clusters of so many CTAs that an H200 runs at once, where a CTA takes a multiprocessor.
+CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 
 
