@@ -34,7 +34,6 @@ from slipstream_kernels.gemm.limits import (
     fp8_sums_bytes,
     w4a8_sums_bytes,
     w4a16_sums_bytes,
-    written_out_bytes,
 )
 from slipstream_kernels.gemm.linear import gated_linear, linear, linear_before_bias
 from slipstream_kernels.gemm.linear_weight import (
@@ -262,5 +261,4 @@ __all__ = [
     "w4a8_sums_bytes",
     "w4a16_sums_bytes",
     "write_latent",
-    "written_out_bytes",
 ]

@@ -17,6 +17,7 @@ from slipstream_kernels.gemm import choose as dense
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.activation_quant import Fp8
 from slipstream_kernels.gemm.kernels import KERNELS
+from slipstream_kernels.gemm.limits import written_out_bytes
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product, WeightKind
 from slipstream_kernels.integer import W4A8_DTYPE
 from slipstream_kernels.moe import choose as moe
@@ -200,8 +201,8 @@ def test_experts_of_more_than_4_gib_are_not_written_out(
     fitting, larger = (kind_of(form, stored, (rows, 2048, group), 256) for rows in (4096, 4128))
     assert experts_choice(fitting, 4096, BF16) == many and experts_choice(larger, 4096, BF16) == more
     sizes = [256 * rows * 2048 for rows in (4096, 4128)]
-    assert [ops.written_out_bytes("int4", PLAIN_ROWS, 256, size, BF16) for size in sizes] == [4 << 30, 0]
-    assert ops.written_out_bytes("int4", PLAIN_ROWS, 0, sizes[1], BF16) == 2 * sizes[1], "a dense layer has no limit"
+    assert [written_out_bytes("int4", PLAIN_ROWS, 256, size, BF16) for size in sizes] == [4 << 30, 0]
+    assert written_out_bytes("int4", PLAIN_ROWS, 0, sizes[1], BF16) == 2 * sizes[1], "a dense layer has no limit"
 
 
 @pytest.mark.parametrize(("values", "rows"), write_outs.FORMS)
